@@ -1,0 +1,24 @@
+"""Trains systems of several LLM agents end to end with reinforcement learning, on Ray RLlib.
+
+Importing the package loads nothing heavy; the algorithms are imported when they are first asked for.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "MHGPO": "rllib_mhgpo.algorithms.mhgpo",
+    "MHGPOConfig": "rllib_mhgpo.algorithms.mhgpo",
+    "TokenEnv": "rllib_mhgpo.envs.token_env",
+    "SearchEnv": "rllib_mhgpo.envs.search",
+}
+
+__all__ = ["MHGPO", "MHGPOConfig", "SearchEnv", "TokenEnv"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_EXPORTS[name]), name)

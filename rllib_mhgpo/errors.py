@@ -1,0 +1,46 @@
+"""The one vocabulary of failures that a user can cause or meet.
+
+Every message says what was expected, what was found (file, record, key) and what to do. Anything that is not a
+:class:`MHGPOError` is a fault of the program and is raised as it is.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class MHGPOError(Exception):
+    """A failure with one clear message for the user; the command line prints it without a traceback."""
+
+
+class ConfigError(MHGPOError, ValueError):
+    """A configuration that cannot be run."""
+
+
+class DataError(MHGPOError, ValueError):
+    """A question file, corpus or prediction file that cannot be read as what it should be."""
+
+
+class RetrievalError(MHGPOError, RuntimeError):
+    """A retriever that cannot answer, or an index that does not fit its corpus or encoder."""
+
+
+class ModelError(MHGPOError, ValueError):
+    """A language model folder that cannot be loaded or used."""
+
+
+class CheckpointError(MHGPOError, RuntimeError):
+    """A checkpoint that cannot be written or restored."""
+
+
+class RolloutError(MHGPOError, RuntimeError):
+    """One rollout went bad: it is voided and counted; the run goes on."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns ``" Did you mean 'x'?"`` for the nearest known word, or an empty string.
+
+    >>> did_you_mean("group_sise", ["group_size", "lr"])
+    " Did you mean 'group_size'?"
+    """
+    nearest = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""
