@@ -1,0 +1,171 @@
+"""How each role of the search system is spoken to, and how its words are understood.
+
+A role is a template and a parser; both are data, so a user replaces them from the YAML file. Parsers return
+``(value, legal)`` and never raise: an illegal output is penalised and whatever is usable in it is used.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from importlib import import_module
+from typing import Any
+
+from rllib_mhgpo.data import Passage
+from rllib_mhgpo.errors import ConfigError, did_you_mean
+
+AGENTS = ("rewriter", "reranker", "answerer")
+Message = dict[str, str]
+
+MAX_QUERIES, MAX_REWRITE_CHARS, MAX_ANSWER_WORDS = 4, 300, 30
+
+
+def parse_queries(text: str) -> tuple[list[str], bool]:
+    """Reads one query a line; legal are 1 to 4 distinct lines of at most 300 characters in all.
+
+    >>> parse_queries("birth town of Ada\\nbirth town of Bo")
+    (['birth town of Ada', 'birth town of Bo'], True)
+    >>> parse_queries("who?\\nwho?")
+    (['who?'], False)
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    distinct = list(dict.fromkeys(lines))
+    legal = 0 < len(lines) <= MAX_QUERIES and len(distinct) == len(lines) and len(text.strip()) <= MAX_REWRITE_CHARS
+    return distinct[:MAX_QUERIES], legal
+
+
+def parse_document_ids(text: str, passages: Sequence[Passage]) -> tuple[list[int], bool]:
+    """Reads ``Document0,Document4``; an empty text is a legal empty choice.
+
+    The ids in range are used, once each and in their order, even where the output as a whole is illegal.
+
+    >>> pages = [Passage(7, "A", "a"), Passage(9, "B", "b")]
+    >>> parse_document_ids("Document1,Document0", pages)
+    ([1, 0], True)
+    >>> parse_document_ids("Document1 and Document5", pages)
+    ([1], False)
+    """
+    found = [int(digits) for digits in re.findall(r"Document(\d{1,6})", text)]
+    matches = re.fullmatch(r"\s*(Document\d+\s*(,\s*Document\d+\s*)*)?", text) is not None
+    return chosen(found, len(passages), matches)
+
+
+def chosen(found: Sequence[int], count: int, matches: bool) -> tuple[list[int], bool]:
+    """Keeps the positions below ``count``, once each; legal when nothing had to be dropped and the form matched."""
+    kept = list(dict.fromkeys(position for position in found if 0 <= position < count))
+    return kept, matches and len(kept) == len(found)
+
+
+def parse_answer(text: str) -> tuple[str, bool]:
+    """Reads the answer alone; legal up to 30 words."""
+    answer = text.strip()
+    return answer, len(answer.split()) <= MAX_ANSWER_WORDS
+
+
+PARSERS: dict[str, Callable[..., tuple[Any, bool]]] = {
+    "queries": parse_queries,
+    "document_ids": parse_document_ids,
+    "answer": parse_answer,
+}
+
+
+@dataclass(frozen=True)
+class Role:
+    """One role's template and parser.
+
+    Attributes:
+        template: the request, with ``{question}``, ``{queries}`` and ``{passages}`` where the role needs them.
+        parser: a name of :data:`PARSERS` or ``module:function``.
+        passage: one passage, with ``{id}`` (its position), ``{title}`` and ``{text}``; passages stand on lines of their own.
+        passage_chars: characters of a passage's text that are shown, all when None.
+        query: what stands between two queries.
+        system: the system message, left out when empty.
+        examples: worked examples, each a (request, reply), shown before the request.
+    """
+
+    template: str
+    parser: str
+    passage: str = "Document{id}: {title}\n{text}"
+    passage_chars: int | None = None
+    query: str = "\n"
+    system: str = ""
+    examples: tuple[tuple[str, str], ...] = ()
+
+    def messages(self, question: str, queries: Sequence[str] = (), passages: Sequence[Passage] = ()) -> list[Message]:
+        """Returns the chat that asks this role; values are inserted as they are, never read as templates."""
+        shown = "\n".join(
+            fill(self.passage, {"id": i, "title": p.title, "text": p.text[: self.passage_chars]})
+            for i, p in enumerate(passages)
+        )
+        request = fill(self.template, {"question": question, "queries": self.query.join(queries), "passages": shown})
+        turns = [("system", self.system)] if self.system else []
+        for asked, replied in self.examples:
+            turns += [("user", asked), ("assistant", replied)]
+        return [{"role": role, "content": content} for role, content in [*turns, ("user", request)]]
+
+    def parse(self, *args: Any) -> tuple[Any, bool]:
+        """Understands an output; see the parsers above for arguments and values."""
+        return load_parser(self.parser)(*args)
+
+
+def fill(template: str, values: Mapping[str, object]) -> str:
+    """Replaces ``{name}`` by its value in one pass, so that braces inside values stay as they are.
+
+    >>> fill("{a} {b}", {"a": "{b}", "b": 1})
+    '{b} 1'
+    """
+    return re.sub(r"\{(\w+)\}", lambda match: str(values.get(match[1], match[0])), template)
+
+
+def load_parser(name: str) -> Callable[..., tuple[Any, bool]]:
+    """Finds a parser by its name, or imports it from ``module:function``."""
+    if name in PARSERS:
+        return PARSERS[name]
+    module, _, function = name.partition(":")
+    if not function:
+        raise ConfigError(
+            f"env_config.prompts: expected a parser among {sorted(PARSERS)} or 'module:function', found {name!r}."
+            + did_you_mean(name, PARSERS)
+        )
+    try:
+        parser = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"env_config.prompts: the parser {name!r} cannot be imported: {error}.") from error
+    return parser  # type: ignore[no-any-return]
+
+
+def load_prompts(spec: str | Mapping[str, Any]) -> dict[str, Role]:
+    """Builds the roles from a set's name, or from ``{base: name, agent: {field: value}}`` that changes a set.
+
+    Raises:
+        ConfigError: an unknown set, agent or field; the nearest right name is in the message.
+    """
+    changes = {} if isinstance(spec, str) else dict(spec)
+    name = spec if isinstance(spec, str) else changes.pop("base", "hotpot")
+    roles = dict(prompt_set(name))
+    for agent, change in changes.items():
+        if agent not in roles:
+            raise ConfigError(f"env_config.prompts: no agent {agent!r}; agents: {', '.join(roles)}." + did_you_mean(agent, roles))
+        roles[agent] = change_role(agent, roles[agent], change)
+    return roles
+
+
+def prompt_set(name: str) -> Mapping[str, Role]:
+    """Returns a built-in set: ``hotpot`` (instructions with a worked example each) or ``minipedia`` (terse forms)."""
+    places = {"hotpot": "rllib_mhgpo.envs.hotpot_prompts", "minipedia": "rllib_mhgpo.envs.minipedia.forms"}
+    if name not in places:
+        raise ConfigError(f"env_config.prompts: expected one of {sorted(places)}, found {name!r}." + did_you_mean(name, places))
+    return import_module(places[name]).ROLES  # type: ignore[no-any-return]
+
+
+def change_role(agent: str, role: Role, change: Mapping[str, Any]) -> Role:
+    """Returns the role with some fields replaced."""
+    known = {field.name for field in fields(Role)}
+    for key in change:
+        if key not in known:
+            raise ConfigError(f"env_config.prompts.{agent}: no field {key!r}; fields: {sorted(known)}." + did_you_mean(key, known))
+    values = dict(change)
+    if "examples" in values:
+        values["examples"] = tuple((str(asked), str(replied)) for asked, replied in values["examples"])
+    changed = replace(role, **values)
+    load_parser(changed.parser)
+    return changed
