@@ -54,7 +54,7 @@ def toy_tokenizer(eos: bool = True, pad: bool = True, chat_template: bool = Fals
 def toy_model(
     tokenizer: PreTrainedTokenizerBase, kind: Literal["llama", "gpt2"] = "llama", seed: int = 0
 ) -> PreTrainedModel:
-    """Returns a two-layer model, hidden size 32, 2 heads, in float32 and eval mode; gpt2 has learned absolute positions."""
+    """Returns a two-layer model of width 32 with 2 heads, float32, eval mode; gpt2 has learned absolute positions."""
     ids: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "bos_token_id": None,
@@ -72,7 +72,7 @@ def toy_model(
             )
         else:
             model = LlamaForCausalLM(LlamaConfig(**LLAMA_SHAPE, initializer_range=spread, **ids))
-    model.eval()
+    model.train(False)
     return model
 
 
