@@ -1,0 +1,176 @@
+"""Who earned what: rewards run backwards along the agents' graph, advantages are taken within groups.
+
+Pure functions over flat arrays of N generations, parents before children; nothing here knows trees, tokens or
+devices. Source: MHGPO, arXiv:2506.02718, sections 3.3 and 3.4.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+EPSILON = 1e-6
+
+
+def propagate(edges: Ints, shared: Floats, aggregation: str = "mean", rng: np.random.Generator | None = None) -> Floats:
+    """Runs shared rewards from the leaves up: ``R(k) = r(k) + Aggr{R(j) : edge k -> j}``.
+
+    Args:
+        edges: (E, 2), each a pair (parent, child) of generations with parent < child.
+        shared: (N, T), what each team earned by the step with generation n's response.
+        aggregation: ``mean``, ``max``, ``min`` or ``random`` (one successor, drawn by ``rng``).
+
+    Returns:
+        (N, T), the shared reward each generation stands for.
+    """
+    total = np.array(shared, dtype=np.float64)
+    if len(edges) == 0:
+        return total
+    if np.any(edges[:, 0] >= edges[:, 1]):
+        raise ValueError("edges must lead from an earlier generation to a later one; found a cycle or a wrong order")
+    parent_height = heights(edges, len(total))[edges[:, 0]]
+    aggregate = AGGREGATIONS[aggregation]
+    for height in range(1, int(parent_height.max()) + 1):
+        parents, children = edges[parent_height == height].T
+        rows, segment = np.unique(parents, return_inverse=True)
+        total[rows] += aggregate(total[children], segment, len(rows), rng)
+    return total
+
+
+def heights(edges: Ints, count: int) -> Ints:
+    """Returns the longest number of edges from each generation down to a leaf, (N,)."""
+    height = np.zeros(count, dtype=np.int64)
+    while True:
+        raised = height.copy()
+        np.maximum.at(raised, edges[:, 0], height[edges[:, 1]] + 1)
+        if np.array_equal(raised, height):
+            return height
+        height = raised
+
+
+def _mean(values: Floats, segment: Ints, count: int, rng: np.random.Generator | None) -> Floats:
+    sums = np.zeros((count, values.shape[1]))
+    np.add.at(sums, segment, values)
+    return sums / np.bincount(segment, minlength=count)[:, None]
+
+
+def _max(values: Floats, segment: Ints, count: int, rng: np.random.Generator | None) -> Floats:
+    best = np.full((count, values.shape[1]), -np.inf)
+    np.maximum.at(best, segment, values)
+    return best
+
+
+def _min(values: Floats, segment: Ints, count: int, rng: np.random.Generator | None) -> Floats:
+    return -_max(-values, segment, count, rng)
+
+
+def _random(values: Floats, segment: Ints, count: int, rng: np.random.Generator | None) -> Floats:
+    draws = (rng or np.random.default_rng(0)).random(len(segment))
+    order = np.lexsort((draws, segment))
+    first = np.searchsorted(segment[order], np.arange(count))
+    return values[order[first]]
+
+
+AGGREGATIONS: dict[str, Callable[[Floats, Ints, int, np.random.Generator | None], Floats]] = {
+    "mean": _mean,
+    "max": _max,
+    "min": _min,
+    "random": _random,
+}
+"""By name: (E, T) values of successors, (E,) their parents' places 0..count-1, count, rng -> (count, T)."""
+
+
+class Advantages(NamedTuple):
+    """Advantages of N generations and what their groups were like.
+
+    Attributes:
+        values: (N,).
+        zero_std: (N,), True in groups of two or more whose rewards are all equal.
+        singleton: (N,), True in groups of one.
+    """
+
+    values: Floats
+    zero_std: Bools
+    singleton: Bools
+
+
+def group_advantages(
+    rewards: Floats, groups: Sequence[int] | Ints, norm: str = "std", ddof: int = 1, std_floor: float = 0.0
+) -> Advantages:
+    """Normalises rewards within groups; the order of the rows does not matter.
+
+    ``std``: ``(R - mean) / (max(std, std_floor) + 1e-6)``; ``none``: ``R - mean`` (Dr. GRPO, arXiv:2503.20783);
+    ``leave_one_out``: ``R - mean of the others`` (RLOO, arXiv:2402.14740). A group of one, and a group of equal
+    rewards, gives 0 and never NaN.
+
+    Args:
+        rewards: (N,), finite.
+        groups: (N,), any integers; equal ones are one group.
+
+    >>> group_advantages(np.array([1.0, 0, 0, 0]), [0, 0, 0, 0]).values.round(4).tolist()
+    [1.5, -0.5, -0.5, -0.5]
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    if not np.isfinite(rewards).all():
+        raise ValueError(f"rewards must be finite; found {rewards[~np.isfinite(rewards)][0]}")
+    _, group, size = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
+    n = size[group]
+    centred = rewards - (np.bincount(group, rewards) / size)[group]
+    highest, lowest = np.full(len(size), -np.inf), np.full(len(size), np.inf)
+    np.maximum.at(highest, group, rewards)
+    np.minimum.at(lowest, group, rewards)
+    equal = (highest == lowest)[group]
+    if norm == "std":
+        variance = np.bincount(group, centred**2) / np.maximum(size - ddof, 1)
+        values = centred / (np.maximum(np.sqrt(variance), std_floor) + EPSILON)[group]
+    else:
+        values = centred * SCALES[norm](n)
+    return Advantages(np.where(equal, 0.0, values), equal & (n > 1), n == 1)
+
+
+SCALES: dict[str, Callable[[Ints], Floats]] = {
+    "none": lambda n: np.ones(len(n)),
+    "leave_one_out": lambda n: n / np.maximum(n - 1, 1),
+}
+"""By name: group sizes (N,) -> what ``R - mean`` is multiplied by. ``std`` is the third choice."""
+
+
+def token_weights(agents: Ints, lengths: Ints, aggregation: str = "agent_mean", fixed_length: int = 1) -> Floats:
+    """Returns what one token of each generation weighs in the objective, (N,); weights times lengths sum to 1.
+
+    ``agent_mean``: mean over agents of mean over the agent's generations of mean over tokens (equation 8);
+    ``sequence_mean``: mean over generations of mean over tokens; ``token_mean``: mean over all tokens (DAPO,
+    arXiv:2503.14476); ``fixed_length``: token sums over ``N * fixed_length`` (Dr. GRPO), which need not sum to 1.
+    Generations without a token that carries loss weigh nothing and are not counted.
+
+    Args:
+        agents: (N,), which agent made each generation.
+        lengths: (N,), tokens that carry loss.
+    """
+    agents, lengths = np.asarray(agents, dtype=np.int64), np.asarray(lengths, dtype=np.int64)
+    counted = lengths > 0
+    if not counted.any():
+        return np.zeros(len(lengths))
+    weights = AGGREGATED[aggregation](agents[counted], lengths[counted].astype(np.float64), fixed_length)
+    result = np.zeros(len(lengths))
+    result[counted] = weights
+    return result
+
+
+def _agent_mean(agents: Ints, lengths: Floats, fixed_length: int) -> Floats:
+    _, agent, generations = np.unique(agents, return_inverse=True, return_counts=True)
+    return 1.0 / (len(generations) * generations[agent] * lengths)
+
+
+AGGREGATED: dict[str, Callable[[Ints, Floats, int], Floats]] = {
+    "agent_mean": _agent_mean,
+    "sequence_mean": lambda agents, lengths, fixed: 1.0 / (len(lengths) * lengths),
+    "token_mean": lambda agents, lengths, fixed: np.full(len(lengths), 1.0 / lengths.sum()),
+    "fixed_length": lambda agents, lengths, fixed: np.full(len(lengths), 1.0 / (len(lengths) * fixed)),
+}
+"""By name: agents and lengths of the counted generations, the fixed length -> weight of one token of each."""

@@ -1,0 +1,211 @@
+"""What an answer is worth: EM and F1 of the HotpotQA script, Acc, and the training rewards made of them.
+
+Pure Python; no files, no models. The one idea: reward and evaluation are the same functions, but for two cases in
+which the script can be earned without knowing anything (a blank answer, and a gold that normalises to nothing).
+
+Source: ``hotpot_evaluate_v1.py`` of the HotpotQA authors (Yang et al. 2018), whose numbers these are.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from math import sqrt
+from typing import Protocol
+
+from rllib_mhgpo.errors import ConfigError, DataError, did_you_mean
+
+Golds = str | Sequence[str]
+Reward = Callable[[str, Golds], float]
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_WHOLE_ANSWERS = frozenset({"yes", "no", "noanswer"})
+
+
+def normalize_answer(text: str) -> str:
+    """Lower case, without ASCII punctuation, without a/an/the, single spaces.
+
+    >>> normalize_answer("The  U.S. Army!")
+    'us army'
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, golds: Golds) -> float:
+    """1 where the normalised prediction is a normalised gold, else 0."""
+    return max(float(normalize_answer(prediction) == normalize_answer(gold)) for gold in gold_list(golds))
+
+
+def f1(prediction: str, golds: Golds) -> float:
+    """Harmonic mean of token precision and recall, in 0..1; the best gold counts.
+
+    A yes/no/noanswer on either side earns only when both sides are equal.
+
+    >>> round(f1("the Pittsburgh Steelers", ["Pirates", "Pittsburgh Pirates"]), 2)
+    0.5
+    >>> f1("no, they are not", "no")
+    0.0
+    """
+    return max(_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in gold_list(golds))
+
+
+def accuracy(prediction: str, golds: Golds) -> float:
+    """1 where a normalised gold's tokens stand together in the normalised prediction, else 0.
+
+    A gold that normalises to nothing would stand in every text: it matches only itself.
+
+    >>> accuracy("unknown", "no"), accuracy("I think it is Paris, France.", "Paris"), accuracy("", "The The")
+    (0.0, 1.0, 0.0)
+    """
+    return max(_accuracy(prediction, gold) for gold in gold_list(golds))
+
+
+def reward_f1(answer: str, golds: Golds) -> float:
+    """F1 as a training reward; see :data:`REWARDS`."""
+    return _earned(f1, answer, golds)
+
+
+def reward_em(answer: str, golds: Golds) -> float:
+    """EM as a training reward; see :data:`REWARDS`."""
+    return _earned(exact_match, answer, golds)
+
+
+def reward_acc(answer: str, golds: Golds) -> float:
+    """Acc as a training reward; see :data:`REWARDS`."""
+    return _earned(accuracy, answer, golds)
+
+
+#: Training rewards by name. They equal the reported scores except that a blank answer earns 0, and that a gold which
+#: normalises to nothing ("The The", "!!!") is earned in full by itself, letter case and spaces aside, and by nothing else.
+REWARDS: dict[str, Reward] = {"f1": reward_f1, "em": reward_em, "acc": reward_acc}
+
+
+def load_reward(name: str) -> Reward:
+    """Finds a reward: a name in :data:`REWARDS`, or ``module:function`` of the user's (a reward model is one).
+
+    The function is called as ``reward(answer, golds)`` and returns a number.
+
+    Raises:
+        ConfigError: for an unknown name, module or function.
+    """
+    if name in REWARDS:
+        return REWARDS[name]
+    module_name, colon, function_name = name.partition(":")
+    if not colon:
+        known = ", ".join(REWARDS)
+        raise ConfigError(f"reward {name!r} is not one of {known}, nor module:function.{did_you_mean(name, REWARDS)}")
+    try:
+        reward = getattr(import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"reward {name!r} cannot be imported: {error}. Give module:function on the Python path.") from error
+    if not callable(reward):
+        raise ConfigError(f"reward {name!r} is a {type(reward).__name__}; expected a function reward(answer, golds).")
+    return reward  # type: ignore[no-any-return]  # the user's function; its result is checked where it is used
+
+
+class Answered(Protocol):
+    """What scoring needs of a question."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def answers(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class AnswerScores:
+    """Scores of a set of predictions: means over all questions, a missing one counting 0.
+
+    ``standard_errors`` has the same keys as ``means`` (``acc``, ``em``, ``f1``, ``avg``): the standard deviation of
+    the per-question scores (divisor n) over the root of n. ``per_question`` is in the order of the questions.
+    """
+
+    means: dict[str, float]
+    standard_errors: dict[str, float]
+    per_question: tuple[dict[str, float], ...]
+    missing: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+    @property
+    def num_questions(self) -> int:
+        """The divisor of every mean."""
+        return len(self.per_question)
+
+
+def score_answer(prediction: str, golds: Golds) -> dict[str, float]:
+    """The reported scores of one answer: ``acc``, ``em``, ``f1`` and ``avg``, the mean of the three."""
+    scores = {
+        "acc": accuracy(prediction, golds),
+        "em": exact_match(prediction, golds),
+        "f1": f1(prediction, golds),
+    }
+    return {**scores, "avg": sum(scores.values()) / 3}
+
+
+def score_predictions(questions: Sequence[Answered], predictions: Mapping[str, str]) -> AnswerScores:
+    """Scores ``predictions`` (question id to answer) on all ``questions``.
+
+    Raises:
+        DataError: when there are no questions.
+    """
+    if not questions:
+        raise DataError("no questions to score: expected at least one.")
+    nothing = dict.fromkeys(("acc", "em", "f1", "avg"), 0.0)
+    rows = tuple(
+        score_answer(predictions[question.id], question.answers) if question.id in predictions else nothing
+        for question in questions
+    )
+    ids = {question.id for question in questions}
+    means = {name: sum(row[name] for row in rows) / len(rows) for name in nothing}
+    errors = {
+        name: sqrt(sum((row[name] - mean) ** 2 for row in rows) / len(rows)) / sqrt(len(rows))
+        for name, mean in means.items()
+    }
+    missing = tuple(question.id for question in questions if question.id not in predictions)
+    return AnswerScores(means, errors, rows, missing, tuple(id_ for id_ in predictions if id_ not in ids))
+
+
+def gold_list(golds: Golds) -> Sequence[str]:
+    """The golds as a list: a string is one gold, not letters.
+
+    Raises:
+        DataError: when there is no gold.
+    """
+    if isinstance(golds, str):
+        return [golds]
+    if not golds:
+        raise DataError("an answer was scored against no gold: expected at least one.")
+    return golds
+
+
+def _f1(prediction: str, gold: str) -> float:
+    if prediction != gold and (prediction in _WHOLE_ANSWERS or gold in _WHOLE_ANSWERS):
+        return 0.0
+    predicted, wanted = prediction.split(), gold.split()
+    same = sum((Counter(predicted) & Counter(wanted)).values())
+    if same == 0:
+        return 0.0
+    precision, recall = same / len(predicted), same / len(wanted)
+    return 2 * precision * recall / (precision + recall)
+
+
+def _accuracy(prediction: str, gold: str) -> float:
+    normalised = normalize_answer(gold)
+    if not normalised:
+        return float(_is_itself(prediction, gold))
+    return float(f" {normalised} " in f" {normalize_answer(prediction)} ")
+
+
+def _earned(score: Callable[[str, Golds], float], answer: str, golds: Golds) -> float:
+    if not answer.strip():
+        return 0.0
+    return max(
+        score(answer, gold) if normalize_answer(gold) else float(_is_itself(answer, gold)) for gold in gold_list(golds)
+    )
+
+
+def _is_itself(answer: str, gold: str) -> bool:
+    return answer.lower().split() == gold.lower().split() and bool(gold.strip())
