@@ -1,0 +1,49 @@
+"""What every engine takes and gives."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rllib_mhgpo.spaces import Tokens
+
+
+class Prompt(NamedTuple):
+    """One prompt of a wave.
+
+    Attributes:
+        ids: (P,) token ids.
+        seeds: one a response; a response depends on the weights, the prompt and its own seed alone, not on what else
+            is in the wave (up to the rounding of another batch shape).
+        max_tokens: most tokens of a response, EOS included.
+    """
+
+    ids: Tokens
+    seeds: Sequence[int]
+    max_tokens: int
+
+
+class Completion(NamedTuple):
+    """One sampled response.
+
+    Attributes:
+        ids: (R,) token ids, a sampled EOS included.
+        logprobs: (R,), under the distribution that was sampled from (temperature included).
+        truncated: ended by ``max_tokens`` instead of an EOS.
+    """
+
+    ids: Tokens
+    logprobs: NDArray[np.float32]
+    truncated: bool
+
+
+class Engine(Protocol):
+    """Generates for a whole wave in one call."""
+
+    def generate(self, prompts: Sequence[Prompt], temperature: float) -> list[list[Completion]]:
+        """Returns one completion a seed for each prompt, in order; temperature 0 is greedy."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Takes new weights by their names in the model's state dict."""
