@@ -100,7 +100,9 @@ def load_reward(name: str) -> Reward:
     try:
         reward = getattr(import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"reward {name!r} cannot be imported: {error}. Give module:function on the Python path.") from error
+        raise ConfigError(
+            f"reward {name!r} cannot be imported: {error}. Give module:function on the Python path."
+        ) from error
     if not callable(reward):
         raise ConfigError(f"reward {name!r} is a {type(reward).__name__}; expected a function reward(answer, golds).")
     return reward  # type: ignore[no-any-return]  # the user's function; its result is checked where it is used
