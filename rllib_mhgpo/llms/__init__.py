@@ -1,0 +1,11 @@
+"""Language models as they lie on disk: names to folders, folders to models and tokenizers.
+
+Not an engine and not an RLModule: nothing here generates or trains. The one idea: whatever is wrong with a folder
+is said here, in one sentence, before anything is started. Importing the package loads neither torch nor
+transformers; the functions do when they are called.
+"""
+
+from rllib_mhgpo.llms.folders import eos_ids, load_model, load_tokenizer
+from rllib_mhgpo.llms.names import NAMES, resolve_llm
+
+__all__ = ["NAMES", "eos_ids", "load_model", "load_tokenizer", "resolve_llm"]

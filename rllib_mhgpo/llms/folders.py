@@ -1,0 +1,180 @@
+"""Opens Hugging Face folders (or hub ids) as models and tokenizers, and refuses what would only look like a model.
+
+Safetensors alone are read, never pickles, and no code that comes with a model is run.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rllib_mhgpo.errors import ModelError, did_you_mean
+from rllib_mhgpo.llms.names import NAMES, resolve_llm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = ("float32", "bfloat16")
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+
+
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    """Loads the tokenizer of a model; where it has no padding token, EOS serves as one.
+
+    Args:
+        name: what :func:`resolve_llm` accepts.
+
+    Raises:
+        ModelError: an unknown folder or hub id, a folder without tokenizer files, a tokenizer without EOS.
+    """
+    place = resolve_llm(name)
+    folder = Path(place)
+    if folder.is_dir() and not any((folder / file).is_file() for file in TOKENIZERS):
+        raise ModelError(
+            f"llm: expected a tokenizer in {place}, found none of {', '.join(TOKENIZERS)}. "
+            "Save it there with tokenizer.save_pretrained(folder)."
+        )
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:
+        raise unloadable("tokenizer", name, place, error) from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            f"llm: the tokenizer of {place} has no EOS token, so no response could ever end. "
+            'Name one as "eos_token" in its tokenizer_config.json.'
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(name: str, dtype: str = "float32") -> "PreTrainedModel":
+    """Loads a causal language model in eval mode on the CPU, every weight of it from the files.
+
+    Args:
+        name: what :func:`resolve_llm` accepts.
+        dtype: ``float32`` or ``bfloat16``.
+
+    Raises:
+        ModelError: another dtype, an unknown folder or hub id, no config, no safetensors weights, weights that do not
+            fill the model, an architecture that transformers does not bring itself.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(
+            f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}.{did_you_mean(str(dtype), DTYPES)}"
+        )
+    place = resolve_llm(name)
+    if Path(place).is_dir():
+        check_folder(Path(place))
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any  # a pair, which the stubs do not say
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            place,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise unloadable("model", name, place, error) from error
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        # transformers fills them with random numbers and only warns
+        raise ModelError(
+            f"llm: the weights in {place} lack {len(missing)} of the model's tensors (first: {missing[0]}). "
+            f"Give the folder of a whole causal language model ({type(model).__name__} was expected)."
+        )
+    model.train(False)
+    return model
+
+
+def eos_ids(source: "PreTrainedModel | str", tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    """Returns the ids that end a response: the tokenizer's EOS first, then those of the generation config.
+
+    Args:
+        source: a loaded model, or what :func:`resolve_llm` accepts.
+        tokenizer: a tokenizer with EOS, as :func:`load_tokenizer` returns it.
+    """
+    settings = generation_config(source) if isinstance(source, str) else source.generation_config
+    configured = getattr(settings, "eos_token_id", None)
+    more = configured if isinstance(configured, (list, tuple)) else [configured]
+    return tuple(dict.fromkeys(int(i) for i in (tokenizer.eos_token_id, *more) if i is not None))
+
+
+def generation_config(name: str) -> Any:
+    """Reads how a model wants to be decoded; without a file of its own this stands in the model's config."""
+    from transformers import AutoConfig, GenerationConfig
+
+    place = resolve_llm(name)
+    try:
+        return GenerationConfig.from_pretrained(place)
+    except OSError:
+        pass
+    try:
+        return AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:
+        raise unloadable("config", name, place, error) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ModelError unless the folder holds a readable config and complete safetensors weights."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(
+            f"llm: expected config.json in {folder}, found {listing(folder)}. Give a Hugging Face model folder."
+        )
+    read_json(config)
+    if (folder / WEIGHTS).is_file():
+        return
+    if (folder / INDEX).is_file():
+        shards = set(read_json(folder / INDEX).get("weight_map", {}).values())
+        absent = sorted(shard for shard in shards if not (folder / shard).is_file())
+        if shards and not absent:
+            return
+        raise ModelError(f"llm: {folder / INDEX} names {len(shards)} files, missing: {absent}. Copy the whole folder.")
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    if pickles:
+        raise ModelError(
+            f"llm: {folder} has its weights only as pickles ({', '.join(pickles)}), which can run code when read. "
+            "If you trust them, convert them once: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
+        )
+    raise ModelError(
+        f"llm: expected weights ({WEIGHTS} or {INDEX}) in {folder}, found {listing(folder)}. "
+        "Copy the whole folder, or write it with model.save_pretrained(folder)."
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object, or raises ModelError with the place of the fault."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"llm: {path} is not readable JSON: {error}. Copy the file again.") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"llm: expected a JSON object in {path}, found {type(value).__name__}.")
+    return value
+
+
+def listing(folder: Path) -> str:
+    """Names up to six files of a folder, for messages."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    return ", ".join(names[:6]) + (", …" if len(names) > 6 else "") if names else "an empty folder"
+
+
+def unloadable(what: str, name: str, place: str, error: Exception) -> ModelError:
+    """Says in one message why transformers could not open it; a hub id that is not found gets the nearest name."""
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if Path(place).is_dir():
+        return ModelError(f"llm: the {what} in {place} cannot be loaded: {reason}")
+    return ModelError(
+        f"llm: {name!r} is no folder here and its {what} could not be had from the hub: {reason}"
+        + did_you_mean(name, NAMES)
+    )
