@@ -1,0 +1,88 @@
+"""Multi-hop questions about the generated encyclopedia, as HotpotQA records.
+
+One idea: questions speak other words than the pages do (movie for film, behind for directed), so that whoever searches
+has to translate, and the page that holds the answer never says which work it belongs to, so that two pages are needed.
+"""
+
+from random import Random
+from typing import Any
+
+from rllib_mhgpo.envs.minipedia.words import KINDS
+from rllib_mhgpo.envs.minipedia.world import STANDARD, Level, Page, Work, build_world
+
+Record = dict[str, Any]
+
+TOWN = ("In which town was the person behind the {work} born?", "Where was the person behind the {work} born?")
+YEAR = ("In which year was the person behind the {work} born?", "When was the person behind the {work} born?")
+OLDER = ("Which is older, the {work} or the {other}?", "Which came first, the {work} or the {other}?")
+YES_NO = ("Is the {work} older than the {other}?", "Did the {work} come before the {other}?")
+CONTEXT_PAGES = 10
+
+
+def build_records(split: str, facts_seed: int = 0, level: Level = STANDARD) -> list[Record]:
+    """Returns the split's questions in HotpotQA's layout, in an order that does not depend on the facts."""
+    world = build_world(facts_seed, level)
+    works, draw = world.works[split], Random(f"questions {split}")
+    records = [record for work in works for record in bridge_records(draw, work)]
+    even = [work for i, work in enumerate(works) if i % 2 == 0]
+    odd = [work for i, work in enumerate(works) if i % 2]
+    draw.shuffle(odd)
+    for pair in zip(even, odd, strict=True):
+        records += comparison_records(draw, *draw.sample(pair, 2))
+    draw.shuffle(records)
+    fill = Random(f"context {split} {facts_seed}")
+    for number, record in enumerate(records):
+        record["_id"] = f"minipedia-{split}-{number:04d}"
+        record["context"] = context(fill, record, world.pages)
+    return records
+
+
+def spoken(draw: Random, work: Work) -> str:
+    """Names a work as questions do: ``movie Silver Lantern``."""
+    return f"{draw.choice(work.kind.synonyms)} {work.title}"
+
+
+def bridge_records(draw: Random, work: Work) -> list[Record]:
+    """Asks for town and birth year of a work's maker."""
+    asked = ((TOWN, work.maker.town), (YEAR, str(work.maker.born)))
+    return [
+        record("bridge", draw.choice(forms).format(work=spoken(draw, work)), answer, [work.page, work.maker.page])
+        for forms, answer in asked
+    ]
+
+
+def comparison_records(draw: Random, work: Work, other: Work) -> list[Record]:
+    """Asks which of two works is older, and whether the first one is."""
+    first = work.year < other.year
+    names = {"work": spoken(draw, work), "other": spoken(draw, other)}
+    asked = ((OLDER, work.title if first else other.title), (YES_NO, "yes" if first else "no"))
+    return [
+        record("comparison", draw.choice(forms).format(**names), answer, [work.page, other.page])
+        for forms, answer in asked
+    ]
+
+
+def record(kind: str, question: str, answer: str, pages: list[Page]) -> Record:
+    """Builds a record without id and context; the first sentence of each page is the supporting one."""
+    facts = [[title, 0] for title, _ in pages]
+    return {
+        "question": question,
+        "answer": answer,
+        "type": kind,
+        "level": "medium",
+        "supporting_facts": facts,
+        "pages": pages,
+    }
+
+
+def context(draw: Random, record: Record, pages: tuple[Page, ...]) -> list[list[Any]]:
+    """Returns the supporting pages among others, shuffled, as ``[title, sentences]``; takes ``pages`` off the record."""
+    needed: list[Page] = record.pop("pages")
+    others = [page for page in draw.sample(pages, CONTEXT_PAGES) if page not in needed]
+    shown = needed + others[: CONTEXT_PAGES - len(needed)]
+    draw.shuffle(shown)
+    return [[title, list(sentences)] for title, sentences in shown]
+
+
+SPOKEN = {synonym: kind.name for kind in KINDS for synonym in kind.synonyms}
+"""What the pages call what a question calls so."""
