@@ -58,8 +58,9 @@ def parse_spec(spec: str) -> tuple[str, int]:
     match = re.fullmatch(r"minipedia:(\w+)(?:\?facts_seed=(\d{1,9}))?", spec)
     if match is None or match[1] not in SPLITS:
         raise ConfigError(
-            f"questions: expected minipedia:SPLIT or minipedia:SPLIT?facts_seed=NUMBER with SPLIT one of {', '.join(SPLITS)},"
-            f" found {spec!r}." + did_you_mean(match[1] if match else spec, SPLITS)
+            "questions: expected minipedia:SPLIT or minipedia:SPLIT?facts_seed=NUMBER,"
+            f" with SPLIT one of {', '.join(SPLITS)}, found {spec!r}."
+            + did_you_mean(match[1] if match else spec, SPLITS)
         )
     return match[1], int(match[2] or 0)
 

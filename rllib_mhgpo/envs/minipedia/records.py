@@ -76,7 +76,7 @@ def record(kind: str, question: str, answer: str, pages: list[Page]) -> Record:
 
 
 def context(draw: Random, record: Record, pages: tuple[Page, ...]) -> list[list[Any]]:
-    """Returns the supporting pages among others, shuffled, as ``[title, sentences]``; takes ``pages`` off the record."""
+    """Shuffles the supporting pages among others, each ``[title, sentences]``; takes ``pages`` off the record."""
     needed: list[Page] = record.pop("pages")
     others = [page for page in draw.sample(pages, CONTEXT_PAGES) if page not in needed]
     shown = needed + others[: CONTEXT_PAGES - len(needed)]

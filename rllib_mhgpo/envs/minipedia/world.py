@@ -34,7 +34,7 @@ class Level:
     train: int = 100
     dev: int = 50
     test: int = 50
-    admirers: int = 4
+    admirers: int = 5
     clubs: int = 4
 
 
