@@ -78,8 +78,8 @@ def reward_acc(answer: str, golds: Golds) -> float:
     return _earned(accuracy, answer, golds)
 
 
-#: Training rewards by name. They equal the reported scores except that a blank answer earns 0, and that a gold which
-#: normalises to nothing ("The The", "!!!") is earned in full by itself, letter case and spaces aside, and by nothing else.
+#: Training rewards by name. They equal the reported scores but for two cases: a blank answer earns 0, and a gold that
+#: normalises to nothing ("The The", "!!!") is earned by itself alone, and in full (letter case and spaces aside).
 REWARDS: dict[str, Reward] = {"f1": reward_f1, "em": reward_em, "acc": reward_acc}
 
 
@@ -112,9 +112,12 @@ class Answered(Protocol):
     """What scoring needs of a question."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The key of its prediction."""
+
     @property
-    def answers(self) -> tuple[str, ...]: ...
+    def answers(self) -> tuple[str, ...]:
+        """Its golds, at least one."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ DENSE_LIMIT = 64 * 2**20
 class Index(Protocol):
     """Vectors by row."""
 
+    #: The file that :meth:`save` writes.
+    file: str
     #: Number of columns.
     width: int
 
@@ -137,7 +139,7 @@ def make_index(blocks: Iterable[Vectors], count: int, width: int) -> FlatIndex |
 
 
 def _dense(vectors: Vectors) -> NDArray[np.float32]:
-    array = vectors.toarray() if sp.issparse(vectors) else vectors
+    array = vectors if isinstance(vectors, np.ndarray) else vectors.toarray()
     dense: NDArray[np.float32] = np.ascontiguousarray(array, dtype=np.float32)
     return dense
 

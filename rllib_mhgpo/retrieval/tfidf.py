@@ -26,7 +26,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 class TfidfEncoder:
-    """TF-IDF weights ``(1 + ln tf) * (ln((1 + n) / (1 + df)) + 1)`` over a fixed vocabulary (scikit-learn's formula)."""
+    """Weights ``(1 + ln tf) * (ln((1 + n) / (1 + df)) + 1)`` over a fixed vocabulary (scikit-learn's formula)."""
 
     name = "tfidf"
     cosine = True

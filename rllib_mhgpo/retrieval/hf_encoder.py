@@ -1,0 +1,192 @@
+"""A sentence encoder in a local Hugging Face folder: Contriever, E5, MiniLM and their like.
+
+Not a trainer and not a download. The one idea: how token states become a vector is read from the folder itself, from
+the files that sentence-transformers writes, so that the vectors are those the model was trained for.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModel, AutoTokenizer
+
+from rllib_mhgpo.errors import RetrievalError
+
+_E5 = re.compile(r"(^|[-_/])e5([-_/]|$)(?!.*instruct)")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How texts become vectors.
+
+    ``pooling`` is ``mean`` (over the tokens that are not padding) or ``cls`` (the first token's state); ``cosine``
+    compares by cosine, else by inner product; the prefixes are put before each text; texts longer than
+    ``max_tokens`` tokens are cut.
+    """
+
+    pooling: str = "mean"
+    cosine: bool = False
+    query_prefix: str = ""
+    passage_prefix: str = ""
+    max_tokens: int = 512
+
+
+class HFEncoder:
+    """Encodes texts with the model of a folder, in float32.
+
+    ``options`` overrides fields of the :class:`Recipe` that the folder's own files give.
+
+    Raises:
+        RetrievalError: for a folder without model, weights or tokenizer, or with a pooling that is not known.
+    """
+
+    lexical = False
+
+    def __init__(self, folder: str | Path, batch_size: int = 32, device: str = "cpu", **options: Any) -> None:
+        self._folder = Path(folder)
+        self.name = self._folder.name
+        self.recipe = replace(read_recipe(self._folder), **options)
+        if self.recipe.pooling not in _POOLINGS:
+            raise RetrievalError(f"{folder}: pooling {self.recipe.pooling!r}: expected one of {', '.join(_POOLINGS)}.")
+        self._batch_size, self._device = batch_size, device
+        self._tokenizer, self._model = _load(self._folder)
+        self._model.to(device).eval()
+        self.width = int(self._model.config.hidden_size)
+        self.cosine = self.recipe.cosine
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of the recipe and of every file of the folder that shapes a vector."""
+        digest = sha256(json.dumps(asdict(self.recipe)).encode())
+        for path in sorted(self._folder.iterdir()):
+            if path.suffix in (".safetensors", ".bin", ".json", ".txt", ".model") and path.is_file():
+                with path.open("rb") as file:
+                    while block := file.read(1 << 24):
+                        digest.update(block)
+        return digest.hexdigest()
+
+    def encode_queries(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Vectors ``(texts, width)`` of the texts behind the query prefix."""
+        return self._encode([self.recipe.query_prefix + text for text in texts])
+
+    def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        """Vectors ``(texts, width)`` of the texts behind the passage prefix."""
+        return self._encode([self.recipe.passage_prefix + text for text in texts])
+
+    def state(self) -> dict[str, Any]:
+        """Folder and recipe."""
+        return {"kind": "hf", "folder": str(self._folder.resolve()), **asdict(self.recipe)}
+
+    @torch.inference_mode()
+    def _encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        vectors = np.empty((len(texts), self.width), dtype=np.float32)
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # texts of like length waste little padding
+        for begin in range(0, len(order), self._batch_size):
+            rows = order[begin : begin + self._batch_size]
+            vectors[rows] = self._pooled([texts[row] for row in rows]).float().cpu().numpy()
+        return vectors
+
+    def _pooled(self, texts: list[str]) -> torch.Tensor:
+        tokens = self._tokenizer(
+            texts, padding=True, truncation=True, max_length=self.recipe.max_tokens, return_tensors="pt"
+        ).to(self._device)
+        states = self._model(**tokens).last_hidden_state  # (B, T, width)
+        return _POOLINGS[self.recipe.pooling](states, tokens["attention_mask"])
+
+
+def _mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    weights = mask.unsqueeze(-1).to(states.dtype)
+    return (states * weights).sum(dim=1) / weights.sum(dim=1)
+
+
+def _cls(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    first = mask.argmax(dim=1)  # the first real token, whichever side is padded
+    return states[torch.arange(len(states)), first]
+
+
+_POOLINGS = {"mean": _mean, "cls": _cls}
+
+
+def read_recipe(folder: Path) -> Recipe:
+    """What the folder's own files say; a folder of sentence-transformers names its modules, others are pooled by mean.
+
+    E5 models are told by their name where the files give no prompts: their queries and passages are prefixed.
+
+    Raises:
+        RetrievalError: for a module that does more than pool and normalise.
+    """
+    config = _json(folder / "config.json")
+    if not config:
+        raise RetrievalError(
+            f"{folder}: expected a Hugging Face model folder, found no config.json. Name such a folder."
+        )
+    own = _json(folder / "config_sentence_transformers.json")
+    prompts = own.get("prompts") or {}
+    is_e5 = any(_E5.search(name.lower()) for name in (folder.name, str(config.get("_name_or_path", ""))))
+    modules = list(_modules(folder))
+    names = [name for name, _ in modules]
+    return Recipe(
+        pooling=next((_pooling(folder / path) for name, path in modules if name == "Pooling"), "mean"),
+        cosine="Normalize" in names or own.get("similarity_fn_name") == "cosine" or (is_e5 and not names),
+        query_prefix=prompts.get("query") or ("query: " if is_e5 else ""),
+        passage_prefix=prompts.get("document") or prompts.get("passage") or ("passage: " if is_e5 else ""),
+        max_tokens=_max_tokens(folder, config),
+    )
+
+
+def _modules(folder: Path) -> Iterator[tuple[str, str]]:
+    for module in _json(folder / "modules.json") or []:
+        name = str(module["type"]).rpartition(".")[2]
+        if name not in ("Transformer", "Pooling", "Normalize"):
+            raise RetrievalError(
+                f"{folder}: modules.json names a module {name!r}; expected Transformer, Pooling and Normalize alone."
+                " Choose an encoder without it."
+            )
+        yield name, str(module["path"])
+
+
+def _pooling(folder: Path) -> str:
+    config = _json(folder / "config.json")
+    chosen = [key.removeprefix("pooling_mode_") for key, on in config.items() if key.startswith("pooling_mode_") and on]
+    names = {"mean_tokens": "mean", "cls_token": "cls"}
+    return "+".join(names.get(mode, mode) for mode in chosen) or str(config.get("pooling_mode", "mean"))
+
+
+def _max_tokens(folder: Path, config: dict[str, Any]) -> int:
+    limits = (
+        _json(folder / "sentence_bert_config.json").get("max_seq_length"),
+        _json(folder / "tokenizer_config.json").get("model_max_length"),
+        config.get("max_position_embeddings"),
+    )
+    return int(min([limit for limit in limits if limit] or [512]))
+
+
+def _json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model, loaded = AutoModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise RetrievalError(f"{folder}: expected a model with weights and tokenizer, found: {error}") from error
+    missing = [name for name in loaded["missing_keys"] if "pooler" not in name]  # the pooler is not used
+    if missing:
+        raise RetrievalError(
+            f"{folder}: the weights lack {len(missing)} of the model's tensors, {missing[0]!r} first; expected all."
+            " Use the folder that the model was saved in."
+        )
+    if tokenizer.pad_token is None:
+        raise RetrievalError(
+            f"{folder}: expected a tokenizer with a padding token, found none. Use a sentence encoder."
+        )
+    return tokenizer, model
