@@ -5,6 +5,7 @@ Not an index. The one idea: a corpus is immutable and memory-mapped, so that eve
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from hashlib import sha256
 from itertools import islice
@@ -119,7 +120,8 @@ class Corpus(Sequence[Passage]):
                 writer.write_table(table, max_chunksize=_ROWS_PER_BATCH)
             os.replace(part, path)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
             raise DataError(f"{path}: the corpus cannot be written: {error.strerror or error}.") from error
 
 
