@@ -6,7 +6,10 @@ are those of section 3.2 of arXiv:2506.02718.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 
 class Visit(NamedTuple):
@@ -52,3 +55,24 @@ class ForkOnFirst:
 
 STRATEGIES: dict[str, Callable[[int], Strategy]] = {"fof": ForkOnFirst}
 """By name: a function from the group size G to a strategy."""
+
+
+def deal_roots(seed: int, iteration: int, per_iteration: int, count: int) -> list[int]:
+    """Returns the roots of an iteration: consecutive cuts of a new seeded permutation each epoch, none twice in a cut.
+
+    The last roots of a permutation that do not fill an iteration are left out of that epoch. Depends on nothing but
+    its arguments, so a restored run goes on where it was.
+
+    >>> sorted(deal_roots(0, 0, 2, 4) + deal_roots(0, 1, 2, 4))
+    [0, 1, 2, 3]
+    """
+    if not 1 <= per_iteration <= count:
+        raise ValueError(f"expected 1 to {count} roots an iteration, found {per_iteration}")
+    epoch, cut = divmod(iteration, count // per_iteration)
+    order = _permutation(seed, epoch, count)
+    return [int(root) for root in order[cut * per_iteration : (cut + 1) * per_iteration]]
+
+
+@lru_cache(maxsize=2)
+def _permutation(seed: int, epoch: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.random.default_rng((seed, epoch)).permutation(count)

@@ -3,8 +3,9 @@
 Trajectories, groups and batches are walks over the tree; no generation is copied for them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,22 +99,66 @@ class RolloutTree:
             index = self.generations[index].previous
         return indices[::-1]
 
-    def prune(self, leaf: int) -> None:
-        """Removes a voided trajectory: ``leaf`` and its ancestors that no other trajectory needs."""
-        doomed: set[int] = set()
-        index: int | None = leaf
-        while index is not None and not self._is_needed(index, doomed):
-            doomed.add(index)
-            index = self.generations[index].previous
-        kept = [i for i in range(len(self.generations)) if i not in doomed]
-        new = {old: i for i, old in enumerate(kept)}
+    def prune(self) -> None:
+        """Removes what belongs to no finished trajectory."""
+        kept = sorted({index for leaf in self.leaves() for index in self.trajectory(leaf)})
+        new = {old: index for index, old in enumerate(kept)}
         self.generations = [self.generations[old] for old in kept]
         for generation in self.generations:
             generation.parents = tuple(new[parent] for parent in generation.parents)
             generation.previous = None if generation.previous is None else new[generation.previous]
 
-    def _is_needed(self, index: int, doomed: set[int]) -> bool:
-        followers = (
-            i for i, other in enumerate(self.generations) if other.previous == index or index in other.parents
-        )
-        return self.generations[index].scores is not None or any(i not in doomed for i in followers)
+
+class FlatTrees(NamedTuple):
+    """The N generations of several trees as arrays, in order, parents before children.
+
+    Attributes:
+        generations: the generations themselves.
+        tree: which tree each belongs to, (N,).
+        agent: index of its agent in the list given, (N,).
+        act: its agent's act-th act, (N,).
+        edges: (E, 2), each a pair (parent, child).
+        specific: (N,).
+        shared: (N, T), what each team earned by its step.
+        team: which of the T teams is its own, (N,).
+        trained: (N,).
+    """
+
+    generations: list[Generation]
+    tree: NDArray[np.int64]
+    agent: NDArray[np.int64]
+    act: NDArray[np.int64]
+    edges: NDArray[np.int64]
+    specific: NDArray[np.float64]
+    shared: NDArray[np.float64]
+    team: NDArray[np.int64]
+    trained: NDArray[np.bool_]
+
+
+def flatten(trees: Sequence[RolloutTree], agents: Sequence[str]) -> FlatTrees:
+    """Lays trees out as arrays; ``agents`` gives the agents' indices."""
+    generations = [generation for tree in trees for generation in tree.generations]
+    starts = np.cumsum([0, *(len(tree.generations) for tree in trees)])
+    edges = [
+        (start + parent, start + child)
+        for start, tree in zip(starts.tolist(), trees, strict=False)
+        for child, generation in enumerate(tree.generations)
+        for parent in generation.parents
+    ]
+    teams = list(dict.fromkeys(team for g in generations for team in (g.team, *g.shared)))
+    shared = np.zeros((len(generations), len(teams)))
+    for row, generation in enumerate(generations):
+        for team, earned in generation.shared.items():
+            shared[row, teams.index(team)] = earned
+    place = {agent: index for index, agent in enumerate(agents)}
+    return FlatTrees(
+        generations,
+        tree=np.repeat(np.arange(len(trees)), np.diff(starts)),
+        agent=np.array([place[g.agent] for g in generations], dtype=np.int64),
+        act=np.array([g.act for g in generations], dtype=np.int64),
+        edges=np.array(edges, dtype=np.int64).reshape(-1, 2),
+        specific=np.array([g.specific for g in generations]),
+        shared=shared,
+        team=np.array([teams.index(g.team) for g in generations], dtype=np.int64),
+        trained=np.array([g.trained for g in generations], dtype=bool),
+    )

@@ -1,0 +1,39 @@
+"""Checkpoints that are whole or absent: written beside their place and moved there at the end."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rllib_mhgpo.errors import CheckpointError
+
+POLICY = Path("learner_group/learner/rl_module/default_policy")
+"""Where the Hugging Face folder of the policy lies in a checkpoint."""
+
+
+def whole_or_absent(save: Callable[..., str], path: str | Path | None, **kwargs: Any) -> str:
+    """Calls ``save(folder, **kwargs)`` on a new folder beside ``path`` and moves it there when all is written.
+
+    A checkpoint that is already there is replaced at that moment, not before.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; nothing is left behind.
+    """
+    place = Path(tempfile.mkdtemp(prefix="checkpoint_")) if path is None else Path(path)
+    part = place.with_name(f".{place.name}.part{os.getpid()}")
+    try:
+        part.mkdir(parents=True)
+        save(part, **kwargs)
+        old = place.with_name(f".{place.name}.old{os.getpid()}")
+        if place.exists():
+            place.rename(old)
+        part.rename(place)
+        shutil.rmtree(old, ignore_errors=True)
+    except Exception as error:
+        shutil.rmtree(part, ignore_errors=True)
+        if not isinstance(error, OSError) and "No space left" not in str(error):
+            raise
+        raise CheckpointError(f"{place}: the checkpoint cannot be written: {error}. Nothing was left behind.") from error
+    return str(place)

@@ -1,0 +1,176 @@
+"""What every algorithm of this package can be told: an AlgorithmConfig that refuses what it does not know.
+
+A key is written once, as an annotated class attribute: its type, its bounds, its default and a line of documentation.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, TypeAdapter, ValidationError
+from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+
+from rllib_mhgpo.algorithms.registration import register
+from rllib_mhgpo.errors import ConfigError, did_you_mean
+from rllib_mhgpo.runner import LLMEnvRunner
+
+USED_RLLIB_KEYS = frozenset(
+    "env env_config lr grad_clip num_epochs seed callbacks callbacks_class num_env_runners num_cpus_per_env_runner "
+    "num_gpus_per_env_runner custom_resources_per_env_runner num_cpus_for_main_process placement_strategy "
+    "evaluation_interval log_level framework framework_str keep_per_episode_custom_metrics".split()
+)
+
+
+class LLMConfig(AlgorithmConfig):
+    """Common keys of algorithms that train language models; RLlib's own keys keep their names and meaning."""
+
+    llm: Annotated[str, Field(description="tiny, smollm2, a model folder or a hub id")] = "tiny"
+    dtype: Annotated[Literal["float32", "bfloat16"], Field(description="of forward passes; weights are float32")] = (
+        "float32"
+    )
+    engine: Annotated[Literal["hf"], Field(description="what generates")] = "hf"
+    engine_config: Annotated[dict[str, Any], Field(description="passed to the engine")] = {}
+    temperature: Annotated[float, Field(gt=0, description="of sampling and of the log-probabilities")] = 1.0
+    max_prompt_tokens: Annotated[int, Field(ge=1, description="longest prompt")] = 1024
+    max_response_tokens: Annotated[
+        int | dict[str, int], Field(description="longest response: one number, or one by agent")
+    ] = 64
+    questions_per_iteration: Annotated[int, Field(ge=1, description="root inputs of an iteration")] = 24
+    minibatch_questions: Annotated[
+        int | None, Field(ge=1, description="root inputs of an optimiser step, all when null")
+    ] = None
+    max_tokens_per_microbatch: Annotated[int, Field(ge=1, description="padded tokens of a forward pass")] = 8192
+    evaluation_questions: Annotated[
+        int | None, Field(ge=1, description="dev root inputs of an evaluation, all when null")
+    ] = None
+    penalties: Annotated[
+        bool | dict[str, float], Field(description="true: the environment's, false: none, or a value by role")
+    ] = True
+    kl_beta: Annotated[float, Field(ge=0, description="weight of the KL term; 0 holds no reference model")] = 0.001
+    clip_low: Annotated[float, Field(ge=0, lt=1, description="lower clip bound")] = 0.2
+    clip_high: Annotated[float, Field(ge=0, description="upper clip bound")] = 0.2
+
+    def __init__(self, algo_class: Any = None) -> None:
+        super().__init__(algo_class=algo_class)
+        for name, default in own_keys(type(self)).items():
+            setattr(self, name, copy.deepcopy(default))
+        self.env, self.env_runner_cls = "search", LLMEnvRunner
+        self.lr, self.grad_clip, self.num_epochs = 1e-6, 1.0, 1
+        self.evaluation_interval = 5
+        self.num_cpus_for_main_process = 1
+        self.create_local_env_runner = False
+        self.restart_failed_env_runners = False
+        self._dont_auto_sync_env_runner_states = True
+
+    @property
+    def shares_module(self) -> bool:
+        """True when runner and learner live in one process and use one module."""
+        return bool(self.num_env_runners == 0 and self.num_learners == 0)
+
+    @property
+    def uses_reference(self) -> bool:
+        """True when the loss needs the frozen reference policy."""
+        return self.kl_beta > 0
+
+    def env_settings(self) -> dict[str, Any]:
+        """Returns the environment's keyword arguments, without the tokenizer."""
+        limits = self.max_response_tokens
+        longest = limits if isinstance(limits, int) else max(limits.values())
+        settings: dict[str, Any] = {"max_prompt_tokens": self.max_prompt_tokens, "max_response_tokens": longest}
+        if self.penalties is not True:
+            settings["penalties"] = self.penalties
+        return {**settings, **self.env_config}
+
+    def training(self, **settings: Any) -> Self:
+        """Sets any of this package's keys, and those of RLlib's ``training()``."""
+        mine = {key: settings.pop(key) for key in list(settings) if key in own_keys(type(self))}
+        for key, value in mine.items():
+            setattr(self, key, value)
+        super().training(**settings)
+        return self
+
+    def update_from_dict(self, config_dict: Mapping[str, Any]) -> Self:
+        """Sets keys from a dict, as YAML files and Tune give it.
+
+        Raises:
+            ConfigError: a key that nobody knows, or one of RLlib's that has no effect on this algorithm.
+        """
+        config_dict = dict(config_dict)
+        self._refuse_strangers(config_dict)
+        mine = {key: config_dict.pop(key) for key in list(config_dict) if key in own_keys(type(self))}
+        for key, value in mine.items():
+            setattr(self, key, copy.deepcopy(value))
+        super().update_from_dict(config_dict)
+        return self
+
+    def _refuse_strangers(self, config_dict: Mapping[str, Any]) -> None:
+        own, stock = own_keys(type(self)), type(self)().to_dict()
+        known = {*own, *USED_RLLIB_KEYS}
+        for key, value in config_dict.items():
+            if key in known or key.startswith("_"):
+                continue
+            if key not in stock:
+                raise ConfigError(f"config: unknown key {key!r}.{did_you_mean(key, known)}")
+            if not _same(value, stock[key]):
+                raise ConfigError(
+                    f"config: {key!r} is a key of RLlib that has no effect on {self._name()}; remove it."
+                    + did_you_mean(key, known)
+                )
+
+    def _name(self) -> str:
+        return type(self).__name__.removesuffix("Config")
+
+    @classmethod
+    def check(cls, config_dict: Mapping[str, Any]) -> Self:
+        """Returns the validated config of a dict.
+
+        Raises:
+            ConfigError: what is wrong with which key.
+        """
+        config = cls().update_from_dict(config_dict)
+        config.validate()
+        return config
+
+    def validate(self) -> None:
+        """Checks all values; see :class:`ConfigError`."""
+        register()
+        for key, annotation in annotations(type(self)).items():
+            try:
+                setattr(self, key, TypeAdapter(annotation).validate_python(getattr(self, key), strict=False))
+            except ValidationError as error:
+                found = getattr(self, key)
+                raise ConfigError(f"config: {key}: {error.errors()[0]['msg']}; found {found!r}.") from None
+        if self.num_learners:
+            raise ConfigError(f"config: num_learners: expected 0 (a local learner), found {self.num_learners}.")
+        if (self.minibatch_questions or 0) > self.questions_per_iteration:
+            raise ConfigError(
+                f"config: minibatch_questions: expected at most questions_per_iteration = "
+                f"{self.questions_per_iteration}, found {self.minibatch_questions}."
+            )
+        super().validate()
+
+    def get_default_rl_module_spec(self) -> RLModuleSpec:
+        """The language model as RLModule."""
+        from rllib_mhgpo.modules import LLMRLModule
+
+        settings = {"llm": self.llm, "dtype": self.dtype, "temperature": self.temperature}
+        return RLModuleSpec(module_class=LLMRLModule, model_config=settings)
+
+
+def annotations(config_class: type) -> dict[str, Any]:
+    """Returns the annotations of all keys of this package that a config class has."""
+    chain = [base for base in reversed(config_class.__mro__) if issubclass(base, LLMConfig)]
+    return {key: value for base in chain for key, value in vars(base).get("__annotations__", {}).items()}
+
+
+def own_keys(config_class: type) -> dict[str, Any]:
+    """Returns the defaults of all keys of this package that a config class has."""
+    return {key: getattr(config_class, key) for key in annotations(config_class)}
+
+
+def _same(value: Any, other: Any) -> bool:
+    try:
+        return bool(value == other)
+    except Exception:
+        return value is other

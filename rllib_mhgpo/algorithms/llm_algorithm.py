@@ -1,0 +1,213 @@
+"""One iteration of training language models: deal roots, roll out, give credit, update, hand the weights over.
+
+A subclass says where rollouts fork, how credit is given and which learner has its loss; nothing else differs.
+"""
+
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.core.learner.training_data import TrainingData
+from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
+
+from rllib_mhgpo.algorithms import results
+from rllib_mhgpo.algorithms.checkpoints import whole_or_absent
+from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.errors import ConfigError, MHGPOError
+from rllib_mhgpo.learner import TrainBatch
+from rllib_mhgpo.runner import LLMEnvRunner, Rollouts
+from rllib_mhgpo.sampling import ForkOnFirst, Strategy, deal_roots
+from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
+from rllib_mhgpo.waves import Play
+
+STATE = "llm_algorithm"
+
+
+class LLMAlgorithm(Algorithm):
+    """The common part of all algorithms of this package."""
+
+    config: LLMConfig
+
+    # --- what a subclass gives -----------------------------------------------------------------------------------
+
+    def strategy(self) -> Strategy:
+        """Returns where this iteration's rollouts fork."""
+        raise NotImplementedError
+
+    def assign_credit(self, flat: FlatTrees) -> dict[str, NDArray[Any]]:
+        """Returns arrays over the N generations, ``advantage`` and ``reward`` among them."""
+        raise NotImplementedError
+
+    def make_batch(self, flat: FlatTrees, credit: dict[str, NDArray[Any]]) -> TrainBatch:
+        """Returns the update batch with every denominator in it."""
+        raise NotImplementedError
+
+    # --- RLlib's life of an algorithm ----------------------------------------------------------------------------
+
+    def setup(self, config: Any) -> None:
+        """Builds runners and learner; in one process they share one module."""
+        super().setup(config)
+        self.run_seed = secrets.randbits(31) if self.config.seed is None else int(self.config.seed)
+        if self.config.shares_module:
+            self.env_runner.share_module(self.learner_group._learner.module["default_policy"])
+        facts = self._first_runner(lambda r: (list(r.env.possible_agents), r.num_roots("train"), r.num_roots("dev")))
+        self.agents, self.num_roots, self.num_dev_roots = facts
+        self._check_roots()
+        self._dev: dict[str, float] = {}
+        self._dev_start: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._iteration_results: dict[str, Any] = {}
+
+    def training_step(self) -> None:
+        """Deals roots, samples trees, gives credit, updates, syncs; see docs/algorithm.md."""
+        if not self._dev_start and self.num_dev_roots and self.config.evaluation_interval:
+            self._dev_start = self.evaluate()
+        self._seconds = {}
+        started = time.perf_counter()
+        trees, sampling = self._sample_trees()
+        with self._clock("credit"):
+            flat = flatten(trees, self.agents)
+            credit = self.assign_credit(flat)
+            batch = self.make_batch(flat, credit)
+        with self._clock("update"):
+            (update,) = self.learner_group.update(
+                training_data=TrainingData(batch=batch), timesteps=self._timesteps(len(flat.generations))
+            )
+        with self._clock("sync"):
+            if not self.config.shares_module:
+                self.env_runner_group.sync_weights(from_worker_or_learner_group=self.learner_group)
+        seconds = {**sampling, **self._seconds, "total": time.perf_counter() - started}
+        self._iteration_results = results.summarise(trees, flat, credit, batch, update, self.agents, seconds)
+
+    def step(self) -> dict[str, Any]:
+        """One iteration's results: RLlib's own, and the columns of docs/metrics.md."""
+        result = super().step()
+        result.pop("evaluation", None)
+        return {
+            **result,
+            **self._iteration_results,
+            "dev": self._dev or results.NO_DEV,
+            "dev_start": self._dev_start or results.NO_DEV,
+        }
+
+    def evaluate(self, parallel_train_future: Any = None) -> dict[str, float]:
+        """Answers the dev roots greedily on the training runners; returns mean scores and the iteration they are of."""
+        if not self.num_dev_roots:
+            return {}
+        with self._clock("evaluate"):
+            count = min(self.num_dev_roots, self.config.evaluation_questions or self.num_dev_roots)
+            how = self._play(ForkOnFirst(1), temperature=0.0, split="dev")
+            trees = [tree for rollouts in self._roll_out(range(count), how) for tree in rollouts.trees]
+        updates = self.iteration + 1 if self._dev_start else 0
+        self._dev = {**results.mean_scores(trees, divisor=count), "iteration": updates, "questions": count}
+        return self._dev
+
+    @classmethod
+    def _should_create_evaluation_env_runners(cls, eval_config: Any) -> bool:
+        """Evaluation runs on the training runners: a second group would hold a second engine."""
+        return False
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Adds the run's seed and dev scores; the roots dealt so far follow from seed and iteration."""
+        own = {"seed": self.run_seed, "dev": self._dev, "dev_start": self._dev_start}
+        return {**super().get_state(*args, **kwargs), STATE: own}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Takes a state of :meth:`get_state`."""
+        super().set_state(state)
+        if STATE in state:
+            own = state[STATE]
+            self.run_seed, self._dev, self._dev_start = own["seed"], own["dev"], own["dev_start"]
+
+    def get_metadata(self) -> dict[str, Any]:
+        """Adds what is needed to use the policy without reading a pickle."""
+        config = self.config
+        policy = {"llm": config.llm, "env": str(config.env), "env_settings": config.env_settings()}
+        policy |= {"max_response_tokens": config.max_response_tokens, "dtype": config.dtype}
+        return {**super().get_metadata(), "algorithm": type(self).__name__, "policy": policy}
+
+    def save_to_path(self, path: Any = None, **kwargs: Any) -> str:
+        """Writes a checkpoint, whole or not at all."""
+        return whole_or_absent(super().save_to_path, path, **kwargs)
+
+    # --- inside --------------------------------------------------------------------------------------------------
+
+    def _sample_trees(self) -> tuple[list[RolloutTree], dict[str, float]]:
+        roots = deal_roots(self.run_seed, self.iteration, self.config.questions_per_iteration, self.num_roots)
+        how = self._play(self.strategy(), self.config.temperature, "train")
+        with self._clock("sample"):
+            parts = self._roll_out(roots, how)
+        trees = {tree.root: tree for part in parts for tree in part.trees}
+        seconds = {
+            name: max(part.seconds.get(name, 0.0) for part in parts) for name in ("generate", "step", "retrieve")
+        }
+        ordered = [trees[root] for root in roots]
+        if not any(tree.generations for tree in ordered):
+            raise MHGPOError(
+                f"iteration {self.iteration + 1}: every rollout was voided; the first: "
+                f"{next(reason for tree in ordered for reason in tree.void)}"
+            )
+        return ordered, seconds
+
+    def _play(self, strategy: Strategy, temperature: float, split: str) -> Play:
+        return Play(
+            strategy=strategy,
+            temperature=temperature,
+            max_tokens=self.config.max_response_tokens,
+            seed=(self.run_seed, self.iteration),
+            split=split,
+        )
+
+    def _roll_out(self, roots: Sequence[int], how: Play) -> list[Rollouts]:
+        """Deals roots to all runners and waits for their trees."""
+        group = self.env_runner_group
+        if group.local_env_runner is not None:
+            return [group.local_env_runner.rollout(roots, how)]
+        runners = group.healthy_env_runner_ids()
+        deals = [partial(_roll, roots=list(roots[i :: len(runners)]), how=how) for i in range(len(runners))]
+        parts: list[Rollouts] = group.foreach_env_runner(deals, local_env_runner=False, remote_worker_ids=runners)
+        if len({part.weights_seq_no for part in parts}) != 1:
+            raise MHGPOError(f"runners hold different weights: versions {[part.weights_seq_no for part in parts]}.")
+        return parts
+
+    def _first_runner(self, function: Any) -> Any:
+        group = self.env_runner_group
+        if group.local_env_runner is not None:
+            return function(group.local_env_runner)
+        first = group.healthy_env_runner_ids()[:1]
+        return group.foreach_env_runner(function, local_env_runner=False, remote_worker_ids=first)[0]
+
+    def _check_roots(self) -> None:
+        wanted = self.config.questions_per_iteration
+        if wanted > self.num_roots:
+            raise ConfigError(
+                f"config: questions_per_iteration: expected at most the {self.num_roots} questions of the training "
+                f"set, found {wanted}."
+            )
+        limits = self.config.max_response_tokens
+        missing = [] if isinstance(limits, int) else [agent for agent in self.agents if agent not in limits]
+        if missing:
+            raise ConfigError(f"config: max_response_tokens: no number for {missing}; agents: {self.agents}.")
+
+    def _timesteps(self, generations: int) -> dict[str, Any]:
+        key = (ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME)
+        self.metrics.log_value(key, generations, reduce="lifetime_sum")
+        return {NUM_ENV_STEPS_SAMPLED_LIFETIME: self.metrics.peek(key, default=0)}
+
+    @contextmanager
+    def _clock(self, phase: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def _roll(runner: LLMEnvRunner, roots: Sequence[int], how: Play) -> Rollouts:
+    return runner.rollout(roots, how)

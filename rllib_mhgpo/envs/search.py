@@ -1,0 +1,211 @@
+"""Multi-hop search by three agents: the rewriter asks, the environment retrieves, the reranker chooses, the answerer answers.
+
+Retrieval happens inside the step, for all environments of a wave in one call. Defaults are those of section 4.1 of
+arXiv:2506.02718: at most 4 queries share 10 passages, penalties of 0.5 and 1 for illegal outputs, reward is the F1.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from rllib_mhgpo.data import Corpus, Passage, Questions, load_corpus, load_questions
+from rllib_mhgpo.envs.minipedia import is_minipedia, minipedia, minipedia_corpus
+from rllib_mhgpo.envs.prompts import AGENTS, load_prompts
+from rllib_mhgpo.envs.token_env import Messages, TokenEnv
+from rllib_mhgpo.errors import ConfigError, RolloutError, did_you_mean
+from rllib_mhgpo.metrics import load_reward, score_answer
+from rllib_mhgpo.retrieval import Retriever, build_retriever
+
+PENALTIES = {"rewriter": -0.5, "reranker": -1.0, "answerer": -1.0}
+
+
+class SearchEnv(TokenEnv):
+    """Rewriter, retrieval, reranker, answerer; every agent earns the answer's reward and its own penalty.
+
+    Args:
+        tokenizer: see :class:`TokenEnv`.
+        questions: ``minipedia:train`` or a HotpotQA file.
+        dev_questions: the same for evaluation; None has no dev split.
+        corpus: ``minipedia:train``, or a file of passages; by default the passages of the questions themselves.
+        retriever: ``tfidf``, the folder of a sentence encoder, or what :func:`build_retriever` takes.
+        prompts: a built-in set, or changes of one; see :func:`load_prompts`.
+        reward: ``f1``, ``em``, ``acc`` or ``module:function`` of (answer, golds), such as a reward model.
+        penalties: True for the defaults, False for none, or a value by role.
+        top_k: passages retrieved in all, dealt over the queries.
+        max_prompt_tokens, max_response_tokens: see :class:`TokenEnv`.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"name": "search_v0", "render_modes": ["ansi"], "is_parallelizable": False}
+    shared: ClassVar[tuple[str, ...]] = (
+        *TokenEnv.shared, "splits", "retriever", "roles", "reward_function", "penalties", "question", "passages"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tokenizer: Any = "tiny",
+        questions: str | Questions = "minipedia:train",
+        dev_questions: str | Questions | None = "minipedia:dev",
+        corpus: str | Corpus | None = None,
+        retriever: str | Mapping[str, Any] | Retriever = "tfidf",
+        prompts: str | Mapping[str, Any] = "minipedia",
+        reward: str = "f1",
+        penalties: bool | Mapping[str, float] = True,
+        top_k: int = 10,
+        max_prompt_tokens: int = 1024,
+        max_response_tokens: int = 128,
+    ) -> None:
+        self.roles = load_prompts(prompts)
+        self.reward_function = load_reward(reward)
+        self.penalties = load_penalties(penalties)
+        self.top_k = top_k
+        own_passages = corpus is None
+        self.splits = {"train": _load_questions(questions, own_passages)}
+        if dev_questions is not None:
+            self.splits["dev"] = _load_questions(dev_questions, own_passages)
+        if not isinstance(retriever, Retriever):
+            retriever = build_retriever(_load_corpus(corpus, questions, self.splits), retriever)
+        self.retriever = retriever
+        super().__init__(AGENTS, tokenizer, max_prompt_tokens, max_response_tokens)
+        self.timings["retrieve_s"] = 0.0
+
+    def num_roots(self, split: str = "train") -> int:
+        """Returns the number of questions; 0 where there is no such split."""
+        return len(self.splits.get(split, ()))
+
+    def start(self, index: int, split: str) -> None:
+        """Takes question ``index`` of the split."""
+        self.question = self.splits[split][index]
+        self.queries: list[str] = []
+        self.passages: tuple[Passage, ...] = ()
+        self.chosen: list[int] = []
+        self.outputs: dict[str, str] = {}
+        self.answer = ""
+        self.left_out = 0
+
+    def next_agent(self) -> str | None:
+        """Rewriter, reranker, answerer, end."""
+        return AGENTS[len(self.outputs)] if len(self.outputs) < len(AGENTS) else None
+
+    def prompt(self, agent: str) -> Messages:
+        """Renders the role's template; passages that do not fit are left out, the lowest-ranked first."""
+        role = self.roles[agent]
+        shown: Sequence[Passage] = () if agent == "rewriter" else self.passages
+        if agent == "answerer":
+            shown = [self.passages[position] for position in self.chosen]
+
+        def render(kept: Sequence[Any]) -> Messages:
+            return role.messages(self.question.question, self.queries, kept)
+
+        messages, self.left_out = self.fit(render, shown)
+        if agent == "reranker" and self.left_out:
+            self.passages = self.passages[: len(self.passages) - self.left_out]
+        return messages
+
+    def act(self, agent: str, text: str) -> None:
+        """Lets the role's output take effect; see :class:`SearchEnv` for the rewards."""
+        self.outputs[agent] = text
+        legal = getattr(self, f"_{agent}")(text)
+        self.reward(agent, 0.0 if legal else self.penalties[agent])
+        self.measure(agent, illegal=float(not legal), passages_left_out=float(self.left_out))
+        if agent == AGENTS[-1]:
+            self.reward_all(self._earned())
+            self.score(**score_answer(self.answer, self.question.answers))
+
+    def _rewriter(self, text: str) -> bool:
+        queries, legal = self.roles["rewriter"].parse(text)
+        self.measure("rewriter", queries=float(len(queries)), **self._recall(range(len(self.passages))))
+        return bool(legal)
+
+    def _reranker(self, text: str) -> bool:
+        self.chosen, legal = self.roles["reranker"].parse(text, self.passages)
+        self.measure("reranker", documents=float(len(self.chosen)), **self._recall(self.chosen))
+        return bool(legal)
+
+    def _answerer(self, text: str) -> bool:
+        self.answer, legal = self.roles["answerer"].parse(text)
+        self.measure("answerer", answer_words=float(len(self.answer.split())))
+        return bool(legal)
+
+    def _recall(self, positions: Sequence[int]) -> dict[str, float]:
+        """Share of the supporting titles among the passages at these positions, nothing where none are known."""
+        wanted = {title for title, _ in self.question.supporting}
+        found = {self.passages[position].title for position in positions}
+        return {"recall": len(wanted & found) / len(wanted)} if wanted else {}
+
+    def _earned(self) -> float:
+        reward = float(self.reward_function(self.answer, self.question.answers))
+        if not math.isfinite(reward):
+            raise RolloutError(f"question {self.question.id!r}, agent 'answerer': expected a finite reward, found {reward}.")
+        return reward
+
+    @classmethod
+    def prefetch(cls, envs: Sequence[Self], texts: Sequence[str]) -> None:
+        """Retrieves for all rewriters of the wave in one call."""
+        waiting = [(env, text) for env, text in zip(envs, texts, strict=True) if env.agent_selection == "rewriter"]
+        for env, text in waiting:
+            env.queries = [query for query in env.roles["rewriter"].parse(text)[0] if query.strip()]
+            env.queries = env.queries or [env.question.question]
+        if not waiting:
+            return
+        first = waiting[0][0]
+        started = time.perf_counter()
+        found = iter(first.retriever.search([q for env, _ in waiting for q in env.queries], first.top_k))
+        first.timings["retrieve_s"] += time.perf_counter() - started
+        for env, _ in waiting:
+            env.passages = dealt([next(found) for _ in env.queries], env.top_k)
+
+    def summary(self) -> dict[str, object]:
+        """Returns question, outputs, passages, choice, answer, golds and scores."""
+        return {
+            "id": self.question.id,
+            "question": self.question.question,
+            "outputs": dict(self.outputs),
+            "queries": list(self.queries),
+            "passages": [passage._asdict() for passage in self.passages],
+            "chosen": [self.passages[position].id for position in self.chosen],
+            "answer": self.answer,
+            "gold": list(self.question.answers),
+            "scores": dict(self._scores),
+        }
+
+
+def dealt(found: Sequence[Sequence[Passage]], top_k: int) -> tuple[Passage, ...]:
+    """Deals ``top_k`` places over the queries (10 / 5+5 / 4+3+3 / 3+3+2+2); repeated passages are removed, order kept.
+
+    >>> a, b, c = (Passage(i, "", "") for i in range(3))
+    >>> [passage.id for passage in dealt([[a, b, c], [b, c, a]], top_k=3)]
+    [0, 1]
+    """
+    share, rest = divmod(top_k, len(found))
+    places = [share + (i < rest) for i in range(len(found))]
+    return tuple(dict.fromkeys(p for passages, k in zip(found, places, strict=True) for p in passages[:k]))
+
+
+def load_penalties(penalties: bool | Mapping[str, float]) -> dict[str, float]:
+    """Returns the penalty of each role: the defaults, none, or the defaults with some values replaced."""
+    if isinstance(penalties, bool):
+        return {agent: value * penalties for agent, value in PENALTIES.items()}
+    for agent, value in penalties.items():
+        if agent not in PENALTIES:
+            raise ConfigError(f"penalties: no role {agent!r}; roles: {', '.join(PENALTIES)}." + did_you_mean(agent, PENALTIES))
+        if not isinstance(value, int | float) or not value <= 0:
+            raise ConfigError(f"penalties.{agent}: expected a number of at most 0, found {value!r}.")
+    return {**PENALTIES, **penalties}
+
+
+def _load_questions(spec: str | Questions, require_context: bool) -> Questions:
+    if not isinstance(spec, str):
+        return spec
+    return minipedia(spec) if is_minipedia(spec) else load_questions(Path(spec).expanduser(), require_context)
+
+
+def _load_corpus(spec: str | Corpus | None, questions: str | Questions, splits: Mapping[str, Questions]) -> Corpus:
+    if isinstance(spec, Corpus):
+        return spec
+    if spec is None and isinstance(questions, str) and is_minipedia(questions):
+        spec = questions
+    if spec is None:
+        return Corpus.from_questions([question for split in splits.values() for question in split])
+    return minipedia_corpus(spec) if is_minipedia(spec) else load_corpus(Path(spec).expanduser())

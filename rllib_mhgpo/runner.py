@@ -1,0 +1,142 @@
+"""The env runner: owns an environment, the policy and an engine, and turns root inputs into rollout trees.
+
+Without remote runners and learners it shares the learner's module, so that weights are never copied.
+"""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from pettingzoo import AECEnv
+from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
+from ray.rllib.env import INPUT_ENV_SPACES
+from ray.rllib.env.env_runner import EnvRunner
+from ray.rllib.utils.checkpoints import Checkpointable
+from ray.rllib.utils.metrics import WEIGHTS_SEQ_NO
+from ray.tune.registry import ENV_CREATOR, _global_registry
+
+from rllib_mhgpo.engines import Engine, HFEngine
+from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.llms import load_tokenizer
+from rllib_mhgpo.modules import LLMRLModule
+from rllib_mhgpo.tree import RolloutTree
+from rllib_mhgpo.waves import Play, play
+
+
+class Rollouts:
+    """What one runner brings back.
+
+    Attributes:
+        trees: one a root, in the order asked.
+        seconds: by phase: ``generate``, ``step``, ``retrieve`` (a part of step), ``total``.
+        weights_seq_no: which weights sampled them.
+    """
+
+    def __init__(self, trees: list[RolloutTree], seconds: dict[str, float], weights_seq_no: int) -> None:
+        self.trees, self.seconds, self.weights_seq_no = trees, seconds, weights_seq_no
+
+
+class LLMEnvRunner(EnvRunner, Checkpointable):
+    """Plays any AEC environment whose agents read and write tokens; knows no strategy."""
+
+    def __init__(self, *, config: Any, **kwargs: Any) -> None:
+        super().__init__(config=config, **kwargs)
+        self.module: LLMRLModule | None = None
+        self.engine: Engine | None = None
+        self.weights_seq_no = 0
+        self.make_env()
+        if not config.shares_module:
+            self.make_module()
+
+    def make_env(self) -> None:
+        """Builds the environment with the policy's tokenizer."""
+        tokenizer = load_tokenizer(self.config.llm)
+        self.env: AECEnv = make_env(self.config.env, {"tokenizer": tokenizer, **self.config.env_settings()})
+
+    def make_module(self) -> None:
+        """Builds an own copy of the policy."""
+        spaces = self.get_spaces()[DEFAULT_MODULE_ID]
+        spec = self.config.get_default_rl_module_spec()
+        spec.observation_space, spec.action_space = spaces
+        self.share_module(spec.build())
+
+    def share_module(self, module: LLMRLModule) -> None:
+        """Samples from this module from now on."""
+        self.module = module
+        self.engine = HFEngine(module.llm, module.eos_ids, module.dtype, **self.config.engine_config)
+
+    def rollout(self, roots: Sequence[int], how: Play) -> Rollouts:
+        """Plays the roots and returns their trees."""
+        assert self.engine is not None, "the runner has no policy yet"
+        seconds: dict[str, float] = {}
+        timings = getattr(self.env, "timings", {})
+        retrieved, started = timings.get("retrieve_s", 0.0), time.perf_counter()
+        trees = play(self.env, self.engine, roots, how, seconds)
+        seconds["retrieve"] = timings.get("retrieve_s", 0.0) - retrieved
+        seconds["total"] = time.perf_counter() - started
+        return Rollouts(trees, seconds, self.weights_seq_no)
+
+    def num_roots(self, split: str) -> int:
+        """Returns how many root inputs a split has; environments that do not say have many train roots and no others."""
+        if hasattr(self.env, "num_roots"):
+            return int(self.env.num_roots(split))
+        return 1_000_000 if split == "train" else 0
+
+    def sample(self, **kwargs: Any) -> Rollouts:
+        """Plays ``roots`` as ``how`` says; see :meth:`rollout`."""
+        return self.rollout(kwargs["roots"], kwargs["how"])
+
+    def get_spaces(self) -> dict[str, Any]:
+        """Returns the spaces that all agents share, for the one policy."""
+        agent = self.env.possible_agents[0]
+        spaces = (self.env.observation_space(agent), self.env.action_space(agent))
+        return {INPUT_ENV_SPACES: spaces, DEFAULT_MODULE_ID: spaces}
+
+    def get_state(
+        self,
+        components: str | Collection[str] | None = None,
+        *,
+        not_components: str | Collection[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Returns nothing but the weights' number: weights are the learner's, questions are dealt by the driver."""
+        return {WEIGHTS_SEQ_NO: self.weights_seq_no}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Takes new weights, unless they are shared anyway."""
+        if COMPONENT_RL_MODULE in state and self.module is not None and not self.config.shares_module:
+            self.module.set_state(state[COMPONENT_RL_MODULE][DEFAULT_MODULE_ID])
+        self.weights_seq_no = state.get(WEIGHTS_SEQ_NO, self.weights_seq_no)
+
+    def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns how to build the runner again."""
+        return (), {"config": self.config, "worker_index": self.worker_index, "num_workers": self.num_workers}
+
+    def get_metrics(self) -> dict[str, Any]:
+        """Returns nothing: all numbers are in the trees."""
+        return {}
+
+    def assert_healthy(self) -> None:
+        """Fails when the environment is missing."""
+        assert self.env is not None
+
+    def stop(self) -> None:
+        """Closes the environment."""
+        self.env.close()
+
+
+def make_env(env: Any, settings: Mapping[str, Any]) -> AECEnv:
+    """Builds an environment from a registered name, ``module:Class`` or a class, with its keyword arguments.
+
+    Raises:
+        ConfigError: no such environment.
+    """
+    if isinstance(env, type):
+        return env(**settings)
+    module, _, name = env.partition(":")
+    if name:
+        return getattr(import_module(module), name)(**settings)
+    if not _global_registry.contains(ENV_CREATOR, env):
+        raise ConfigError(f"env: {env!r} is not registered; give module:Class, or call ray.tune.register_env first.")
+    return _global_registry.get(ENV_CREATOR, env)(settings)
