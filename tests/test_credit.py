@@ -1,0 +1,192 @@
+"""Propagation, groups and denominators on hand-worked numbers and identities."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from rllib_mhgpo.credit import group_advantages, heights, propagate, token_weights
+
+
+def edges(*pairs: tuple[int, int]) -> np.ndarray:
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+
+def shared(*rewards: float) -> np.ndarray:
+    return np.array(rewards, dtype=np.float64)[:, None]
+
+
+def test_mean_propagation_on_an_even_tree_gives_the_root_the_leaf_mean() -> None:
+    """0 -> 1, 2; 1 -> 3, 4; 2 -> 5, 6, leaves 1, 0, 1, 1: node 1 = 0.5, node 2 = 1, root = 0.75 = leaf mean."""
+    tree = edges((0, 1), (0, 2), (1, 3), (1, 4), (2, 5), (2, 6))
+    result = propagate(tree, shared(0, 0, 0, 1, 0, 1, 1))[:, 0]
+    assert result.tolist() == [0.75, 0.5, 1, 1, 0, 1, 1]
+
+
+def test_mean_propagation_on_an_uneven_tree_does_not() -> None:
+    """0 -> 1, 2; 1 -> 3, 4, 5 with 1, 1, 0; 2 -> 6 with 0: root = (2/3 + 0) / 2 = 1/3, leaf mean = 1/2."""
+    tree = edges((0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (2, 6))
+    result = propagate(tree, shared(0, 0, 0, 1, 1, 0, 0))[:, 0]
+    assert result[0] == pytest.approx(1 / 3)
+
+
+def test_equal_branching_along_every_path_is_enough_for_the_leaf_mean() -> None:
+    """0 -> 1, 2 (2 each); 1 -> 3 -> 5, 6 and 2 -> 4, 7 -> 8 and 9: products of branching are 4 along every path."""
+    tree = edges((0, 1), (0, 2), (1, 3), (3, 5), (3, 6), (2, 4), (2, 7), (7, 8), (4, 9))
+    rewards = shared(0, 0, 0, 0, 0, 0.3, 0.9, 0, 0.1, 0.7)
+    assert propagate(tree, rewards)[0, 0] == pytest.approx((0.3 + 0.9 + 0.1 + 0.7) / 4)
+
+
+def test_rewards_in_the_middle_of_an_episode_are_added() -> None:
+    """0 -> 1 -> 2 with 1, 2, 4 on the way: 2 has 4, 1 has 2 + 4, 0 has 1 + 6."""
+    assert propagate(edges((0, 1), (1, 2)), shared(1, 2, 4))[:, 0].tolist() == [7, 6, 4]
+
+
+def test_a_generation_with_two_parents_pays_both() -> None:
+    """Two searchers (0, 1) feed one answerer (2) that earned 1."""
+    assert propagate(edges((0, 2), (1, 2)), shared(0, 0, 1))[:, 0].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("aggregation", "root"), [("mean", 0.5), ("max", 0.9), ("min", 0.2)])
+def test_aggregations(aggregation: str, root: float) -> None:
+    tree = edges((0, 1), (0, 2), (0, 3))
+    assert propagate(tree, shared(0, 0.9, 0.2, 0.4), aggregation)[0, 0] == pytest.approx(root)
+
+
+def test_random_aggregation_is_one_successor_and_repeats_with_the_seed() -> None:
+    tree = edges((0, 1), (0, 2), (0, 3))
+    draws = [propagate(tree, shared(0, 1, 2, 3), "random", np.random.default_rng(s))[0, 0] for s in range(30)]
+    assert set(draws) == {1.0, 2.0, 3.0}
+    assert draws[0] == propagate(tree, shared(0, 1, 2, 3), "random", np.random.default_rng(0))[0, 0]
+
+
+def test_teams_are_kept_apart() -> None:
+    rewards = np.array([[0.0, 0.0], [1.0, -1.0]])
+    assert propagate(edges((0, 1)), rewards).tolist() == [[1, -1], [1, -1]]
+
+
+def test_a_cycle_is_refused() -> None:
+    with pytest.raises(ValueError, match="cycle"):
+        propagate(edges((0, 1), (1, 0)), shared(0, 0))
+
+
+@given(st.integers(1, 25).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, 10**6), min_size=n, max_size=n))))
+def test_max_propagation_is_the_best_leaf_below(case: tuple[int, list[int]]) -> None:
+    """Random trees: the maximum over all descendants that are leaves, found by plain recursion."""
+    n, draws = case
+    parents = [draw % i if i else -1 for i, draw in enumerate(draws)]
+    tree = edges(*((p, i) for i, p in enumerate(parents) if p >= 0))
+    is_leaf = ~np.isin(np.arange(n), tree[:, 0])
+    rewards = np.where(is_leaf, np.array(draws) % 7, 0).astype(float)
+
+    def best(node: int) -> float:
+        children = [i for i, p in enumerate(parents) if p == node]
+        return max(map(best, children)) if children else float(rewards[node])
+
+    assert propagate(tree, rewards[:, None], "max")[:, 0].tolist() == [best(i) for i in range(n)]
+    assert (heights(tree, n) == 0).tolist() == is_leaf.tolist()
+
+
+def test_one_right_answer_of_four() -> None:
+    """mean 0.25, variance (0.5625 + 3 * 0.0625) / 3 = 0.25, std 0.5: 0.75 / 0.5 = 1.5 and -0.25 / 0.5 = -0.5."""
+    values = group_advantages(np.array([1.0, 0, 0, 0]), [7, 7, 7, 7]).values
+    assert values == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)
+
+
+def test_groups_stay_apart_and_rows_may_come_in_any_order() -> None:
+    """G1: rewards 0, 1 of A and 10, 11 of B: std of two neighbours is 1/sqrt(2), so every advantage is +-0.7071."""
+    values = group_advantages(np.array([0.0, 10, 11, 1]), [1, 2, 2, 1]).values
+    assert values == pytest.approx([-(2**-0.5), -(2**-0.5), 2**-0.5, 2**-0.5], abs=1e-5)
+
+
+def test_a_group_of_one_has_no_advantage() -> None:
+    """G3."""
+    result = group_advantages(np.array([0.7, 1, 0]), [0, 1, 1])
+    assert result.values[0] == 0
+    assert result.singleton.tolist() == [True, False, False]
+    assert not result.zero_std.any() or not result.zero_std[0]
+
+
+def test_a_group_of_equal_rewards_has_none_either_and_is_told() -> None:
+    """G4: 0.1 has no exact float, so the deviations are not exactly 0; the advantages are."""
+    result = group_advantages(np.array([0.1, 0.1, 0.1, 0.0, 1.0]), [0, 0, 0, 1, 1])
+    assert result.values[:3].tolist() == [0, 0, 0]
+    assert result.zero_std.tolist() == [True, True, True, False, False]
+
+
+def test_std_floor_bounds_the_blow_up() -> None:
+    """Penalty 0.1 in one of four: std 0.05, so 1.5 without a floor and 0.075 / 0.2 with a floor of 0.2."""
+    rewards = np.array([-0.1, 0.0, 0.0, 0.0])
+    assert group_advantages(rewards, [0] * 4).values[0] == pytest.approx(-1.5, abs=1e-4)
+    assert group_advantages(rewards, [0] * 4, std_floor=0.2).values[0] == pytest.approx(-0.375, abs=1e-4)
+
+
+def test_other_norms() -> None:
+    """none: R - mean; leave one out: 1 - 0 for the winner, 0 - 1/2 for the others."""
+    rewards = np.array([1.0, 0, 0])
+    assert group_advantages(rewards, [0] * 3, "none").values == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    assert group_advantages(rewards, [0] * 3, "leave_one_out").values == pytest.approx([1, -0.5, -0.5])
+
+
+def test_a_reward_that_is_no_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="finite"):
+        group_advantages(np.array([0.0, np.nan]), [0, 0])
+
+
+rewards_and_groups = st.lists(
+    st.tuples(st.floats(-1, 1).map(lambda x: round(x, 3)), st.integers(0, 5)), min_size=1, max_size=40
+)
+
+
+@given(rewards_and_groups, st.randoms(use_true_random=False))
+def test_advantages_sum_to_zero_are_never_nan_and_follow_their_rows(rows: list[tuple[float, int]], rng: object) -> None:
+    rewards, groups = np.array([r for r, _ in rows]), np.array([g for _, g in rows])
+    values = group_advantages(rewards, groups).values
+    assert np.isfinite(values).all()
+    for group in np.unique(groups):
+        assert values[groups == group].sum() == pytest.approx(0, abs=1e-9)
+    order = np.array(sorted(range(len(rows)), key=lambda _: rng.random()))  # type: ignore[attr-defined]
+    assert group_advantages(rewards[order], groups[order]).values == pytest.approx(values[order])
+
+
+@given(rewards_and_groups, st.floats(-3, 3), st.floats(0.5, 2))
+def test_shift_changes_nothing_and_scale_next_to_nothing(rows: list[tuple[float, int]], shift: float, scale: float) -> None:
+    """Identity 4, on rewards in thousandths, so that the smallest spread is far above the epsilon of 1e-6."""
+    rewards, groups = np.array([r for r, _ in rows]), [g for _, g in rows]
+    values = group_advantages(rewards, groups).values
+    assert group_advantages(rewards + shift, groups).values == pytest.approx(values, abs=1e-6)
+    assert group_advantages(rewards * scale, groups).values == pytest.approx(values, abs=2e-3)
+
+
+@given(st.lists(st.integers(-5, 5), min_size=2, max_size=12).filter(lambda xs: len(set(xs)) > 1))
+def test_std_norm_is_the_z_score_of_scipy(rewards: list[int]) -> None:
+    values = group_advantages(np.array(rewards, dtype=float), [0] * len(rewards)).values
+    assert values == pytest.approx(stats.zscore(rewards, ddof=1), abs=1e-4)
+
+
+def test_agent_mean_weights_by_hand() -> None:
+    """Agents a (lengths 2, 4) and b (5): 1/2 agents * 1/2 generations * 1/2 tokens, ..., 1/2 * 1 * 1/5."""
+    weights = token_weights(np.array([0, 0, 1]), np.array([2, 4, 5]))
+    assert weights == pytest.approx([1 / 8, 1 / 16, 1 / 10])
+
+
+def test_other_aggregations_by_hand() -> None:
+    agents, lengths = np.array([0, 0, 1]), np.array([2, 4, 6])
+    assert token_weights(agents, lengths, "sequence_mean") == pytest.approx([1 / 6, 1 / 12, 1 / 18])
+    assert token_weights(agents, lengths, "token_mean") == pytest.approx([1 / 12] * 3)
+    assert token_weights(agents, lengths, "fixed_length", 10) == pytest.approx([1 / 30] * 3)
+
+
+def test_what_carries_no_loss_is_not_counted() -> None:
+    """A generation without tokens, and an agent that has no others, leave the denominators alone."""
+    weights = token_weights(np.array([0, 0, 1]), np.array([2, 0, 0]))
+    assert weights.tolist() == [0.5, 0, 0]
+    assert token_weights(np.array([0]), np.array([0])).tolist() == [0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=20))
+@pytest.mark.parametrize("aggregation", ["agent_mean", "sequence_mean", "token_mean"])
+def test_weights_of_a_mean_sum_to_one(aggregation: str, rows: list[tuple[int, int]]) -> None:
+    agents, lengths = np.array([a for a, _ in rows]), np.array([n for _, n in rows])
+    assert (token_weights(agents, lengths, aggregation) * lengths).sum() == pytest.approx(1)
