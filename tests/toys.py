@@ -4,9 +4,11 @@ No network, no training: the models' weights are random with a fixed seed. Any t
 tokenizer, one token a UTF-8 byte, so that lengths in tests can be counted by hand.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -18,6 +20,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
 )
+
+from rllib_mhgpo.data import Question, Questions
+from rllib_mhgpo.engines import Completion, Prompt
 
 EOS, PAD = "<eos>", "<pad>"
 LLAMA_SHAPE: dict[str, Any] = {
@@ -84,3 +89,40 @@ def save_toy(
     toy_model(tokenizer, kind, seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def toy_questions(count: int = 4) -> Questions:
+    """Questions "what is i?" with answer "ai", each with its own page Pi and a page Qi beside it."""
+    return Questions(
+        [
+            Question(
+                id=f"q{i}",
+                question=f"what is {i}?",
+                answers=(f"a{i}",),
+                supporting=((f"P{i}", 0),),
+                context=((f"P{i}", (f"page{i} says a{i}",)), (f"Q{i}", (f"page{i} says nothing",))),
+            )
+            for i in range(count)
+        ],
+        "toy questions",
+    )
+
+
+class ScriptedEngine:
+    """An engine whose responses a function of (prompt text, sample index) writes; it counts its calls."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, script: Callable[[str, int], str]) -> None:
+        self.tokenizer, self.script, self.calls = tokenizer, script, 0
+
+    def generate(self, prompts: Sequence[Prompt], temperature: float) -> list[list[Completion]]:
+        """Writes every response as the script says, with an EOS and log-probabilities of -1."""
+        self.calls += 1
+        return [[self._complete(prompt, i) for i in range(len(prompt.seeds))] for prompt in prompts]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Has none."""
+
+    def _complete(self, prompt: Prompt, sample: int) -> Completion:
+        text = self.script(self.tokenizer.decode(prompt.ids), sample)
+        ids = np.array([*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id], dtype=np.int32)
+        return Completion(ids, np.full(len(ids), -1, np.float32), truncated=False)

@@ -152,9 +152,9 @@ class TokenEnv(AECEnv):
         self._observation: Tokens | None = None
 
     def observe(self, agent: str) -> Tokens:
-        """Returns the prompt of the agent whose turn it is, nothing for the others."""
+        """Returns the prompt of the agent whose turn it is, a lone EOS (nothing to read) for the others."""
         if agent != self.agent_selection or self.terminations.get(agent, True) or self.truncations[agent]:
-            return np.zeros(0, dtype=np.int32)
+            return np.array([self.tokenizer.eos_token_id], dtype=np.int32)
         if self._observation is None:
             ids = self.encode(self.prompt(agent))
             if len(ids) > self.max_prompt_tokens:

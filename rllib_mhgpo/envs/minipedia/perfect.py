@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from rllib_mhgpo.data import Passage
+from rllib_mhgpo.envs.minipedia.forms import ROLES
 from rllib_mhgpo.envs.minipedia.records import SPOKEN
 
 NAMED = re.compile(rf"\b({'|'.join(SPOKEN)}) ([A-Z]\w+ [A-Z]\w+)")
@@ -64,22 +65,27 @@ def bare(page_title: str) -> str:
 
 PERFECT: Policy = MappingProxyType({"rewriter": rewrite, "reranker": rerank, "answerer": answer})
 
+
+
+def first(question: str, queries: Sequence[str], passages: Sequence[Passage]) -> str:
+    """Picks whatever was found first."""
+    return f"{passages[0].title} 0"
+
+
 SHORTCUTS: Mapping[str, Policy] = MappingProxyType(
     {
-        "question as query": {**PERFECT, "rewriter": lambda question: question},
+        "question as query": {**PERFECT, "rewriter": str},
         "titles as queries": {**PERFECT, "rewriter": lambda question: "\n".join(map(bare, works_asked(question)))},
-        "first passage": {**PERFECT, "reranker": lambda question, queries, passages: f"{passages[0].title} 0"},
-        "title as answer": {**PERFECT, "answerer": lambda question, passages: bare(works_asked(question)[0])},
-        "majority answer": {**PERFECT, "answerer": lambda question, passages: "no"},
+        "first passage": {**PERFECT, "reranker": first},
+        "title as answer": {**PERFECT, "answerer": lambda question, _: bare(works_asked(question)[0])},
+        "majority answer": {**PERFECT, "answerer": lambda *_: "no"},
     }
 )
 """Tricks, each with the other roles perfect."""
 
 
 def play(policy: Policy, question: str, search: Callable[[Sequence[str], int], list[list[Passage]]]) -> str:
-    """Answers one question as the search system does: at most ten pages over the queries, the chosen ones to the answerer."""
-    from rllib_mhgpo.envs.minipedia.forms import ROLES
-
+    """Answers one question as the search system does: ten pages over the queries, the chosen ones to the answerer."""
     queries, _ = ROLES["rewriter"].parse(policy["rewriter"](question))
     shares = [10 // len(queries) + (i < 10 % len(queries)) for i in range(len(queries))]
     found = (page for query, k in zip(queries, shares, strict=True) for page in search([query], k)[0])

