@@ -47,7 +47,8 @@ class Play:
 
     def stream(self, root: int, path: tuple[int, ...]) -> int:
         """Returns the seed of the response at ``path`` of a root, 64 bits."""
-        return int(np.random.SeedSequence((*self.seed, root, *path)).generate_state(1, np.uint64)[0])
+        # the length keeps (0,) and (0, 0) apart: a SeedSequence does not see zeros at its end
+        return int(np.random.SeedSequence((*self.seed, root, len(path), *path)).generate_state(1, np.uint64)[0])
 
 
 @dataclass
