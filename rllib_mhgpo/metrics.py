@@ -205,12 +205,11 @@ def _accuracy(prediction: str, gold: str) -> float:
 
 
 def _earned(score: Callable[[str, Golds], float], answer: str, golds: Golds) -> float:
-    if not answer.strip():
-        return 0.0
     return max(
         score(answer, gold) if normalize_answer(gold) else float(_is_itself(answer, gold)) for gold in gold_list(golds)
     )
 
 
 def _is_itself(answer: str, gold: str) -> bool:
+    # a blank gold is earned by nothing, so that a blank answer never earns
     return answer.lower().split() == gold.lower().split() and bool(gold.strip())

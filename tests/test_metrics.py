@@ -113,6 +113,7 @@ def test_golds_that_normalise_to_nothing(gold: str) -> None:
         for wrong in ("", "  ", "a", "?", "Puddle of Mudd"):
             assert reward(wrong, gold) == 0.0
     assert REWARDS["em"]("?", [gold, "x"]) == 0.0
+    assert REWARDS["f1"]("", "") == REWARDS["em"](" ", ["", "yes"]) == REWARDS["acc"]("", [" ", gold]) == 0.0
 
 
 @settings(deadline=None)

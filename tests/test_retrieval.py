@@ -88,7 +88,7 @@ def test_widths_must_agree() -> None:
 def test_counts_must_agree() -> None:
     encoder = TableEncoder({"a": [1.0, 0.0]})
     index = FlatIndex.of([np.zeros((1000, 2), dtype=np.float32)], 2)
-    with pytest.raises(RetrievalError, match="holds 1000 vectors, the corpus .* 990 passages"):
+    with pytest.raises(RetrievalError, match=r"holds 1000 vectors, the corpus .* 990 passages"):
         Retriever(corpus_of(*["a"] * 990), encoder, index)
 
 
@@ -303,7 +303,8 @@ def test_refused_specifications(spec: Any, message: str) -> None:
         build_retriever(Corpus.from_passages(PAGES), spec)
 
 
-WORDS = "[PAD] [UNK] [CLS] [SEP] query : passage ada holm was born in ostby red sand is a film who wrote".split()
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "query", ":", "passage", "ada", "holm", "was", "born", "in", "ostby"]
+WORDS += ["red", "sand", "is", "a", "film", "who", "wrote"]
 
 
 def save_bert(folder: Path, **files: Any) -> Path:
