@@ -1,0 +1,184 @@
+"""The learner on a two-layer model: the gradient of the whole whatever the cut, masks, empty batches, EOS as padding."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ray.rllib.core.learner.training_data import TrainingData
+
+from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig, MHGPOLearner
+from rllib_mhgpo.credit import token_weights
+from rllib_mhgpo.learner import TrainBatch
+from rllib_mhgpo.packing import micro_batches, rectangle
+from tests.toys import save_toy
+
+LENGTHS = [(3, 2), (30, 5), (7, 1), (12, 9), (3, 4), (25, 3)]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_toy(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def make_learner(folder: Path, **settings: Any) -> MHGPOLearner:
+    config = MHGPOConfig().training(**{"llm": str(folder), "lr": 1e-2, "kl_beta": 0.04, "grad_clip": None, **settings})
+    learner = MHGPOLearner(config=config, module_spec=multi_spec(config))
+    learner.build()
+    return learner
+
+
+def multi_spec(config: MHGPOConfig) -> Any:
+    from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
+
+    from rllib_mhgpo.spaces import TokenSequence
+
+    spec = config.get_default_rl_module_spec()
+    spec.observation_space = spec.action_space = TokenSequence(258, 64)
+    return MultiRLModuleSpec(rl_module_specs={"default_policy": spec})
+
+
+def make_batch(lengths: list[tuple[int, int]] = LENGTHS, seed: int = 0, **changes: Any) -> TrainBatch:
+    rng = np.random.default_rng(seed)
+    responses = [rng.integers(0, 256, r).astype(np.int32) for _, r in lengths]
+    agents, counts = np.arange(len(lengths)) % 2, np.array([r for _, r in lengths])
+    fields: dict[str, Any] = {
+        "prompts": [rng.integers(0, 256, p).astype(np.int32) for p, _ in lengths],
+        "responses": responses,
+        "logprobs": [(-5 + rng.normal(size=len(r))).astype(np.float32) for r in responses],
+        "advantages": rng.normal(size=len(lengths)),
+        "weights": token_weights(agents, counts),
+        "steps": np.zeros(len(lengths), dtype=np.int64),
+    }
+    return TrainBatch(**{**fields, **changes})
+
+
+def gradient(learner: MHGPOLearner, batch: TrainBatch, *parts: list[int]) -> torch.Tensor:
+    llm = learner.module["default_policy"].llm
+    llm.zero_grad(set_to_none=True)
+    for part in parts or [list(range(len(batch)))]:
+        learner.accumulate(batch, np.array(part, dtype=np.int64))
+    return torch.cat([p.grad.flatten() for p in llm.parameters() if p.grad is not None])
+
+
+def weights(learner: MHGPOLearner) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in learner.module["default_policy"].llm.parameters()])
+
+
+def plain_gradient(learner: MHGPOLearner, batch: TrainBatch) -> torch.Tensor:
+    """The objective row by row, unpadded, term by term as ALGORITHM says it, without any code of the package."""
+    llm, reference, config = learner.module["default_policy"].llm, learner.reference, learner.config
+    llm.zero_grad(set_to_none=True)
+    assert reference is not None
+    for i in range(len(batch)):
+        prompt, response = batch.prompts[i].astype(np.int64), torch.from_numpy(batch.responses[i].astype(np.int64))
+        row = torch.cat([torch.from_numpy(prompt), response])[None]
+        lines = [
+            torch.log_softmax(model(row).logits[0, len(prompt) - 1 : -1], -1).gather(1, response[:, None])[:, 0]
+            for model in (llm, reference)
+        ]
+        ratio, advantage = (lines[0] - torch.from_numpy(batch.logprobs[i])).exp(), float(batch.advantages[i])
+        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage)
+        difference = (lines[1] - lines[0])
+        kl = difference.exp() - difference - 1
+        (-(gain - config.kl_beta * kl).sum() * float(batch.weights[i])).backward()
+    return torch.cat([p.grad.flatten() for p in llm.parameters() if p.grad is not None])
+
+
+def test_the_gradient_is_the_one_of_unpadded_rows(folder: Path) -> None:
+    """Identity 8 against an independent version, and G12: a short prompt beside a long one."""
+    learner = make_learner(folder)
+    with torch.no_grad():
+        for parameter in learner.module["default_policy"].llm.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    batch = make_batch()
+    expected = plain_gradient(learner, batch)
+    assert torch.allclose(gradient(learner, batch), expected, atol=1e-6 + 1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40, 10_000])
+def test_micro_batches_and_shards_change_nothing(folder: Path, max_tokens: int) -> None:
+    """Identity 8: any partition sums to the gradient of the whole, to 1e-6 of its largest entry."""
+    learner = make_learner(folder, max_tokens_per_microbatch=max_tokens)
+    batch = make_batch()
+    whole = gradient(make_learner(folder), batch)
+    for parts in ([[0, 1, 2], [3, 4, 5]], [[5], [0, 2, 4], [1, 3]]):
+        assert torch.allclose(gradient(learner, batch, *parts), whole, atol=1e-6 * max(1, whole.abs().max().item()))
+
+
+def test_ten_tokens_in_two_unequal_parts_have_the_same_mean() -> None:
+    """G8: losses 1, 1 and eight times 0: the mean is 0.2 however the tokens are cut."""
+    agents, lengths = np.array([0, 0]), np.array([2, 8])
+    per_token = token_weights(agents, lengths, "token_mean")
+    assert per_token @ np.array([1 * 2, 0 * 8]) == pytest.approx(0.2)
+
+
+def test_every_row_is_in_one_micro_batch_within_the_budget() -> None:
+    rng = np.random.default_rng(0)
+    prompts, responses = rng.integers(1, 100, 200), rng.integers(1, 30, 200)
+    parts = micro_batches(prompts, responses, 300)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(200))
+    assert all(len(p) * (prompts[p].max() + responses[p].max()) <= 300 for p in parts)
+
+
+def test_a_sampled_eos_counts_though_it_is_also_the_padding() -> None:
+    """G14: response 5 7 2 of one row beside a response of five: mask 1 1 1 0 0."""
+    layout = rectangle([np.array([9], np.int32)] * 2, [np.array([5, 7, 2], np.int32), np.array([5, 7, 5, 5, 2], np.int32)])
+    assert layout.attention[:, layout.prompt_width :].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+
+
+def update(learner: MHGPOLearner, batch: TrainBatch) -> dict[str, Any]:
+    return learner.update(training_data=TrainingData(batch=batch))  # type: ignore[arg-type]
+
+
+def test_a_batch_that_carries_no_loss_changes_nothing(folder: Path) -> None:
+    """G6: weights bit-equal, no number out of it."""
+    learner = make_learner(folder)
+    before = weights(learner)
+    result = update(learner, make_batch(weights=np.zeros(len(LENGTHS))))
+    assert torch.equal(weights(learner), before)
+    assert result["per_generation"] == {}
+    assert result["skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("kl_beta", [0.0, 0.04])
+def test_advantages_of_zero_leave_only_the_kl(folder: Path, kl_beta: float) -> None:
+    """G4: at the reference itself k3 has no gradient, so nothing moves; finite either way."""
+    learner = make_learner(folder, kl_beta=kl_beta)
+    grad = gradient(learner, make_batch(advantages=np.zeros(len(LENGTHS))))
+    assert grad.abs().max() < 1e-6
+    assert (learner.reference is None) == (kl_beta == 0)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(folder: Path) -> None:
+    learner = make_learner(folder)
+    before = weights(learner)
+    batch = make_batch(advantages=np.full(len(LENGTHS), np.inf))
+    assert update(learner, batch)["skipped_steps"] == 1
+    assert torch.equal(weights(learner), before)
+
+
+def test_minibatches_are_optimiser_steps_of_their_own(folder: Path) -> None:
+    learner = make_learner(folder, num_epochs=2)
+    result = update(learner, make_batch(steps=np.array([0, 0, 1, 1, 2, 2])))
+    assert len(result["grad_norms"]) == 6
+
+
+def test_the_ratio_moves_when_the_weights_do(folder: Path) -> None:
+    """Identity 5: recorded log-probabilities of the policy itself give ratio 1, those of a perturbed one do not."""
+    learner = make_learner(folder)
+    batch = make_batch()
+    recorded = [learner.forward(batch, np.array([i])).logp[0].detach().numpy() for i in range(len(batch))]
+    fresh = make_batch(logprobs=recorded)
+    result = update(learner, fresh)["per_generation"]
+    assert result["ratio_max"] == pytest.approx(np.ones(len(LENGTHS)), abs=1e-4)
+    assert result["clip_fraction"].sum() == 0
+    moved = update(learner, fresh)["per_generation"]
+    assert abs(moved["ratio_max"] - 1).max() > 1e-2
+
+
+def test_dropout_is_off_while_training(folder: Path) -> None:
+    module = make_learner(folder).module["default_policy"]
+    module.train()
+    assert not any(m.training for m in module.llm.modules())
