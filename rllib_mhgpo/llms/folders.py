@@ -79,20 +79,32 @@ def load_model(name: str, dtype: str = "float32") -> "PreTrainedModel":
             dtype=getattr(torch, dtype),
             use_safetensors=True,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     except Exception as error:
         raise unloadable("model", name, place, error) from error
     model: PreTrainedModel = loaded[0]
-    missing = sorted(loaded[1]["missing_keys"])
-    if missing:
-        # transformers fills them with random numbers and only warns
-        raise ModelError(
-            f"llm: the weights in {place} lack {len(missing)} of the model's tensors (first: {missing[0]}). "
-            f"Give the folder of a whole causal language model ({type(model).__name__} was expected)."
-        )
+    check_complete(place, type(model).__name__, loaded[1])
     model.train(False)
     return model
+
+
+def check_complete(place: str, architecture: str, report: dict[str, Any]) -> None:
+    """Raises ModelError where transformers filled tensors with random numbers, of which it only warns."""
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"llm: the weights in {place} lack {len(missing)} of the tensors of {architecture} (first: {missing[0]}). "
+            "Give the folder of a whole causal language model."
+        )
+    unfit = sorted(report["mismatched_keys"])
+    if unfit:
+        name, found, expected = unfit[0]
+        raise ModelError(
+            f"llm: {len(unfit)} tensors in {place} do not fit its config.json (first: {name}, expected "
+            f"{list(expected)}, found {list(found)}). Copy config and weights from the same model."
+        )
 
 
 def eos_ids(source: "PreTrainedModel | str", tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
@@ -171,9 +183,12 @@ def listing(folder: Path) -> str:
 
 def unloadable(what: str, name: str, place: str, error: Exception) -> ModelError:
     """Says in one message why transformers could not open it; a hub id that is not found gets the nearest name."""
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    first = str(error).strip().partition("\n")[0]
+    reason = f"{type(error).__name__}: {first}"
     if Path(place).is_dir():
-        return ModelError(f"llm: the {what} in {place} cannot be loaded: {reason}")
+        own_code = "custom code" in first
+        remedy = " Code that comes with a model is never run: use an architecture that transformers has itself."
+        return ModelError(f"llm: the {what} in {place} cannot be loaded: {reason}" + remedy * own_code)
     return ModelError(
         f"llm: {name!r} is no folder here and its {what} could not be had from the hub: {reason}"
         + did_you_mean(name, NAMES)
