@@ -1,0 +1,243 @@
+"""Runs checked experiments through Ray Tune, one after the other, and says how each ended.
+
+Tune does the work: trials, searches, schedulers, checkpoints, progress.csv, TensorBoard, resuming. Added here are
+silence, paths that stay relative to where one stands, and refusals of what Tune would wait for in vain.
+"""
+
+import inspect
+import logging
+import os
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rllib_mhgpo.algorithms.registration import register
+from rllib_mhgpo.cli.checks import variants
+from rllib_mhgpo.cli.experiments import Experiment, refuse_unknown
+from rllib_mhgpo.errors import ConfigError, did_you_mean
+
+OWN_CHECKPOINTS = {"checkpoint_frequency": 1, "num_to_keep": 2, "checkpoint_at_end": True}
+PASSED_ON = ("num_samples", "time_budget_s", "max_failures", "resources_per_trial", "restore")
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """How to run, whatever is run.
+
+    Attributes:
+        storage_path: where results go when the experiment does not say; Ray's default is ``~/ray_results``.
+        resume: continue experiments that were started before.
+        scheduler: name of a Tune scheduler.
+        scheduler_config: its arguments.
+        ray_address: a running cluster; a local one is started otherwise, with ``num_cpus`` and ``num_gpus``.
+        verbosity: 0: progress only; 1: Tune's and the workers' output; 2: everything.
+    """
+
+    storage_path: str | None = None
+    resume: bool = False
+    scheduler: str | None = None
+    scheduler_config: Mapping[str, Any] = field(default_factory=dict)
+    ray_address: str | None = None
+    num_cpus: int | None = None
+    num_gpus: int | None = None
+    verbosity: int = 0
+
+
+def prepare(verbosity: int) -> None:
+    """Sets what Ray reads from the process before it is imported."""
+    os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths mean what they meant on the command line
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # interrupts are handled here
+    os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")
+    if verbosity:
+        return
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # Tune's newer output prints headers at verbosity 0 too
+    warnings.simplefilter("ignore")
+    import ray.rllib  # noqa: F401  # sets its log levels when it is imported
+
+    for name in ("ray", "ray.rllib", "ray.tune"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def launch(
+    experiments: Mapping[str, Experiment], algorithms: Mapping[str, type], options: RunOptions, console: Console
+) -> int:
+    """Runs the experiments and returns the exit code: 0, 1 where a trial failed, 130 after an interrupt.
+
+    Args:
+        experiments: checked experiments by name.
+        algorithms: the class of each.
+
+    Raises:
+        ConfigError: an unknown scheduler, or nothing to resume.
+    """
+    make_scheduler(options.scheduler, options.scheduler_config)  # before anything is started
+    if options.resume:
+        require_earlier_run(experiments, options)
+    from rllib_mhgpo.cli.interrupts import EXIT_CODE as INTERRUPTED
+
+    code = 0
+    with local_ray(options.verbosity, options.ray_address, num_cpus=options.num_cpus, num_gpus=options.num_gpus):
+        for name, experiment in experiments.items():
+            code = max(code, _run(name, experiment, algorithms[name], options, console))
+            if code == INTERRUPTED:
+                break
+    return code
+
+
+@contextmanager
+def local_ray(verbosity: int, address: str | None = None, **resources: int | None) -> Iterator[None]:
+    """Starts Ray here, or joins the cluster at ``address`` (or RAY_ADDRESS), and leaves it at the end.
+
+    Raises:
+        ConfigError: no cluster is there.
+    """
+    import ray
+
+    address = address or os.environ.get("RAY_ADDRESS", "local")
+    try:
+        ray.init(
+            address=address,
+            logging_level=logging.INFO if verbosity else logging.CRITICAL,
+            log_to_driver=verbosity > 0,
+            **({"include_dashboard": False, **resources} if address == "local" else {}),
+        )
+    except ConnectionError as error:
+        raise ConfigError(f"--ray-address: no Ray cluster at {address}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _run(name: str, experiment: Experiment, algorithm: type, options: RunOptions, console: Console) -> int:
+    from ray import tune
+
+    from rllib_mhgpo.cli.failures import report_failures
+    from rllib_mhgpo.cli.interrupts import EXIT_CODE, interruptible, report_interrupt
+    from rllib_mhgpo.cli.progress import PLAIN, Progress
+
+    register()
+    if not options.ray_address:
+        require_resources(experiment, algorithm)
+    progress, started = Progress(console, experiment["stop"]), time.monotonic()
+    with progress, interruptible(progress) as interrupted:
+        analysis = tune.run(
+            algorithm,
+            name=name,
+            config=config_for(algorithm, experiment),
+            stop=experiment["stop"],
+            storage_path=storage_of(experiment, options),
+            checkpoint_config=tune.CheckpointConfig(**checkpoints_of(experiment, algorithm)),
+            scheduler=make_scheduler(options.scheduler, options.scheduler_config),
+            resume="AUTO+ERRORED" if options.resume else None,
+            verbose=options.verbosity,
+            callbacks=[progress],
+            raise_on_failed_trial=False,
+            **{key: experiment[key] for key in PASSED_ON if key in experiment},
+        )
+    failures = [trial for trial in analysis.trials if trial.status == "ERROR"]
+    for trial in analysis.trials:
+        row = progress.row(trial)
+        row.add(trial.last_result or {})
+        row.checkpoint = trial.checkpoint.path if trial.checkpoint else row.checkpoint
+        if trial not in failures and not interrupted.is_set():
+            label = f"{name}: " if len(analysis.trials) == 1 else f"{name} [{row.name}]: "
+            console.print(label + row.summary(time.monotonic() - started), **PLAIN)
+    if interrupted.is_set():
+        report_interrupt(progress)
+        return EXIT_CODE
+    report_failures(failures, options.verbosity)
+    return 1 if failures else 0
+
+
+def storage_of(experiment: Experiment, options: RunOptions) -> str | None:
+    """Returns where results go: an absolute path or a URI, None for Ray's default."""
+    path = options.storage_path or experiment.get("storage_path")
+    return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
+
+
+def checkpoints_of(experiment: Experiment, algorithm: type) -> dict[str, Any]:
+    """Returns the checkpoint settings; this package's algorithms save every iteration unless told otherwise.
+
+    What must survive an interrupt has to be on disk at the end of each iteration, for Tune then gives actors no time.
+    """
+    return {**(OWN_CHECKPOINTS if is_own(algorithm) else {}), **experiment["checkpoint_config"]}
+
+
+def config_for(algorithm: type, experiment: Experiment) -> dict[str, Any]:
+    """Returns the config as Tune gets it: RLlib's algorithms do not know ``module:Class`` and get the class itself."""
+    config = dict(experiment["config"])
+    env = config.get("env")
+    if isinstance(env, str) and ":" in env and not is_own(algorithm):
+        module, _, name = env.partition(":")
+        config["env"] = getattr(import_module(module), name, env)
+    return config
+
+
+def is_own(algorithm: type) -> bool:
+    """True for the algorithms of this package."""
+    return algorithm.__module__.startswith("rllib_mhgpo.")
+
+
+def make_scheduler(name: str | None, settings: Mapping[str, Any]) -> Any:
+    """Returns a new Tune scheduler of this name, None for none.
+
+    Raises:
+        ConfigError: an unknown scheduler, an argument it does not take, or one that it needs.
+    """
+    if name is None:
+        if settings:
+            raise ConfigError("--scheduler-config needs --scheduler.")
+        return None
+    from ray.tune.schedulers import SCHEDULER_IMPORT, create_scheduler
+
+    if name.lower() not in SCHEDULER_IMPORT:
+        known = sorted(SCHEDULER_IMPORT)
+        raise ConfigError(
+            f"--scheduler: none is called {name!r}; there are {', '.join(known)}.{did_you_mean(name, known)}"
+        )
+    parameters = inspect.signature(SCHEDULER_IMPORT[name.lower()]).parameters
+    refuse_unknown(settings, parameters, "--scheduler-config")
+    missing = [key for key in ("metric", "mode") if key in parameters and key not in settings]
+    if missing:
+        raise ConfigError(f"--scheduler {name} needs {missing} in --scheduler-config, such as " + SCHEDULER_EXAMPLE)
+    try:
+        return create_scheduler(name, **settings)
+    except Exception as error:
+        raise ConfigError(f"--scheduler-config: {name} refuses it: {error}") from error
+
+
+SCHEDULER_EXAMPLE = '\'{"metric": "dev/f1", "mode": "max"}\'.'
+
+
+def require_resources(experiment: Experiment, algorithm: Any) -> None:
+    """Raises a ConfigError for a trial that the local cluster can never place; Tune would wait for ever."""
+    import ray
+
+    for config in variants(experiment["config"]):
+        request = getattr(algorithm, "default_resource_request", lambda _: None)(config)
+        there = ray.cluster_resources()
+        for kind, needed in (request.required_resources if request else {}).items():
+            if needed > there.get(kind, 0):
+                raise ConfigError(
+                    f"config: a trial needs {needed:g} {kind}s, this machine has {there.get(kind, 0):g}; lower "
+                    f"num_env_runners or num_learners, or let it share them: --ray-num-{kind.lower()}s {needed:g}."
+                )
+
+
+def require_earlier_run(experiments: Mapping[str, Experiment], options: RunOptions) -> None:
+    """Raises a ConfigError when none of the experiments has left a state to resume from."""
+    from ray.train.constants import DEFAULT_STORAGE_PATH
+
+    storages = {name: storage_of(experiment, options) for name, experiment in experiments.items()}
+    places = [Path(storage or DEFAULT_STORAGE_PATH) / name for name, storage in storages.items()]
+    remote = any(storage and "://" in storage for storage in storages.values())
+    if not remote and not any(list(place.glob("experiment_state-*.json")) for place in places):
+        raise ConfigError(f"--resume: nothing to resume in {', '.join(map(str, places))}; start without --resume.")

@@ -1,0 +1,186 @@
+"""What one sees of a run: a table that updates in place on a terminal, otherwise a plain line per iteration.
+
+Both, and the last line, are views of the same rows: one per trial, holding its first and its latest numbers.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.tune import Callback
+from ray.tune.utils import flatten_dict
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+MOST_ROWS = 20
+GROWING = ("training_iteration", "time_total_s", "timesteps_total")
+EPISODE_RETURN = "env_runners/episode_return_mean"
+SAMPLED_STEPS = "num_env_steps_sampled_lifetime"
+
+
+@dataclass
+class Row:
+    """One trial: its limits, and the first and latest number of every column.
+
+    Attributes:
+        name: what tells the trial from the others of its experiment.
+        stop: the numbers at which the trial ends.
+        saved: the iteration of the latest checkpoint.
+    """
+
+    name: str
+    stop: Mapping[str, float] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    latest: dict[str, float] = field(default_factory=dict)
+    checkpoint: str = ""
+    saved: int = 0
+    state: str = "starting"
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        """Takes the numbers of one iteration; a number that is NaN this time keeps its last value."""
+        for key, value in flatten_dict(dict(result)).items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
+                self.first.setdefault(key, value)
+                self.latest[key] = value
+        self.state = "running"
+
+    @property
+    def iteration(self) -> int:
+        """Iterations finished."""
+        return int(self.latest.get("training_iteration", 0))
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the first limit that grows evenly is reached, None where there is no such limit."""
+        spent = self.latest.get("time_total_s", 0.0)
+        ends = [
+            spent * (limit / self.latest[key] - 1)
+            for key, limit in self.stop.items()
+            if (key in GROWING or key.startswith("num_")) and self.latest.get(key, 0) > 0
+        ]
+        return max(0.0, min(ends)) if ends else None
+
+    def cells(self) -> dict[str, str]:
+        """Returns what to show, by heading; what the trial does not report is left out."""
+        limit = self.stop.get("training_iteration")
+        left = self.seconds_left()
+        cells = {"iteration": f"{self.iteration}/{limit:g}" if limit else str(self.iteration)}
+        for heading, key, form in COLUMNS:
+            if key in self.latest:
+                cells[heading] = format(self.latest[key], form)
+        cells["elapsed"] = clock(self.latest.get("time_total_s", 0.0))
+        cells["left"] = "?" if left is None else clock(left)
+        return cells
+
+    def summary(self, seconds: float) -> str:
+        """Returns the last line: from where to where, in how many iterations and seconds, and the checkpoint."""
+        score = ""
+        if "dev/f1" in self.latest:
+            score = f"dev F1 {self._change('f1')} (EM {self._change('em')}), "
+        elif EPISODE_RETURN in self.latest:
+            score = f"episode return {self.first[EPISODE_RETURN]:.1f} -> {self.latest[EPISODE_RETURN]:.1f}, "
+        checkpoint = self.checkpoint or "none"
+        return f"{score}{self.iteration} iterations, {clock(seconds)}, checkpoint {checkpoint}"
+
+    def _change(self, name: str) -> str:
+        before = self.latest.get(f"dev_start/{name}", self.first[f"dev/{name}"])
+        return f"{before:.3f} -> {self.latest[f'dev/{name}']:.3f}"
+
+
+COLUMNS = (
+    ("dev F1", "dev/f1", ".3f"),
+    ("dev EM", "dev/em", ".3f"),
+    ("train F1", "train/f1", ".3f"),
+    ("reward", "reward", ".3f"),
+    ("return", EPISODE_RETURN, ".1f"),
+    ("steps", SAMPLED_STEPS, ".0f"),
+    ("tokens/s", "tokens_per_s", ".0f"),
+)
+
+
+class Progress(Callback):
+    """Follows the trials of one experiment and shows them."""
+
+    def __init__(self, console: Console, stop: Mapping[str, float]) -> None:
+        self.console, self.stop = console, stop
+        self.rows: dict[str, Row] = {}
+        self.trials: list[Any] = []
+        self.started = time.monotonic()
+        self.live: Live | None = None
+
+    def __enter__(self) -> "Progress":
+        if self.console.is_terminal:
+            self.live = Live(get_renderable=self.table, console=self.console, refresh_per_second=2)
+            self.live.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.live:
+            self.live.stop()
+
+    def get_state(self) -> None:
+        """Nothing of this belongs into the experiment's saved state."""
+
+    def row(self, trial: Any) -> Row:
+        """Returns the row of a trial."""
+        if trial.trial_id not in self.rows:
+            self.rows[trial.trial_id] = Row(trial.experiment_tag or trial.trial_id, self.stop)
+        return self.rows[trial.trial_id]
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Shows the trial from its start on."""
+        self.trials = trials
+        self.row(trial)
+
+    def on_trial_result(
+        self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any
+    ) -> None:
+        """Takes the numbers of one iteration and prints its line where nothing is updated in place."""
+        row = self.row(trial)
+        row.add(result)
+        if not self.live:
+            cells = " | ".join(f"{heading} {text}" for heading, text in row.cells().items())
+            self.console.print(f"[{row.name}] {cells}" if len(trials) > 1 else cells, **PLAIN)
+
+    def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
+        """Remembers which iteration is safe on disk, and where."""
+        row = self.row(trial)
+        row.checkpoint, row.saved = checkpoint.path, row.iteration
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Marks the trial as done."""
+        self.row(trial).state = "done"
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Marks the trial as failed."""
+        self.row(trial).state = "failed"
+
+    def table(self) -> Table:
+        """Returns the trials as a table: those still running first."""
+        rows = sorted(self.rows.values(), key=lambda row: row.state in ("done", "failed"))[:MOST_ROWS]
+        shown = [{"trial": row.name, **row.cells(), "state": row.state} for row in rows]
+        for cells in shown:
+            if len(self.rows) <= 1:
+                cells.pop("trial")
+        headings = list(dict.fromkeys(heading for cells in shown for heading in cells))
+        table = Table(*(headings or ["starting"]), caption=f"{clock(time.monotonic() - self.started)} in all")
+        for cells in shown:
+            table.add_row(*(cells.get(heading, "") for heading in headings))
+        return table
+
+
+PLAIN: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+"""How to print a line as it is: no colours, no mark-up in file names, no line breaks of one's own."""
+
+
+def clock(seconds: float) -> str:
+    """Writes a duration as minutes and seconds, with hours where there are any.
+
+    >>> clock(75.4), clock(3600)
+    ('1:15', '1:00:00')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

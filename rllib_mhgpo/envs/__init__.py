@@ -1,0 +1,1 @@
+"""Environments whose agents read and write tokens; importing this package loads none of them."""
