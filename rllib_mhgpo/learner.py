@@ -79,7 +79,7 @@ class LLMLearner(TorchLearner):
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """AdamW without weight decay."""
         params = self.get_parameters(self._module[module_id])
-        optimizer = torch.optim.AdamW(params, lr=config.lr, betas=(0.9, 0.999), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(params, betas=(0.9, 0.999), weight_decay=0.0)
         self.register_optimizer(
             module_id=module_id, optimizer=optimizer, params=params, lr_or_lr_schedule=config.lr
         )

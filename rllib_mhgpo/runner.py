@@ -5,20 +5,19 @@ Without remote runners and learners it shares the learner's module, so that weig
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from importlib import import_module
+from dataclasses import replace
 from typing import Any
 
+import ray
 from pettingzoo import AECEnv
 from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
 from ray.rllib.env import INPUT_ENV_SPACES
 from ray.rllib.env.env_runner import EnvRunner
 from ray.rllib.utils.checkpoints import Checkpointable
 from ray.rllib.utils.metrics import WEIGHTS_SEQ_NO
-from ray.tune.registry import ENV_CREATOR, _global_registry
 
 from rllib_mhgpo.engines import Engine, HFEngine
-from rllib_mhgpo.errors import ConfigError
-from rllib_mhgpo.llms import load_tokenizer
+from rllib_mhgpo.llms import context_length, load_tokenizer
 from rllib_mhgpo.modules import LLMRLModule
 from rllib_mhgpo.tree import RolloutTree
 from rllib_mhgpo.waves import Play, play
@@ -51,8 +50,8 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
 
     def make_env(self) -> None:
         """Builds the environment with the policy's tokenizer."""
-        tokenizer = load_tokenizer(self.config.llm)
-        self.env: AECEnv = make_env(self.config.env, {"tokenizer": tokenizer, **self.config.env_settings()})
+        self.context = context_length(self.config.llm)
+        self.env: AECEnv = self.config.make_env(load_tokenizer(self.config.llm), self.context)
 
     def make_module(self) -> None:
         """Builds an own copy of the policy."""
@@ -72,7 +71,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         seconds: dict[str, float] = {}
         timings = getattr(self.env, "timings", {})
         retrieved, started = timings.get("retrieve_s", 0.0), time.perf_counter()
-        trees = play(self.env, self.engine, roots, how, seconds)
+        trees = play(self.env, self.engine, roots, replace(how, context=self.context), seconds)
         seconds["retrieve"] = timings.get("retrieve_s", 0.0) - retrieved
         seconds["total"] = time.perf_counter() - started
         return Rollouts(trees, seconds, self.weights_seq_no)
@@ -106,7 +105,9 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Takes new weights, unless they are shared anyway."""
         if COMPONENT_RL_MODULE in state and self.module is not None and not self.config.shares_module:
-            self.module.set_state(state[COMPONENT_RL_MODULE][DEFAULT_MODULE_ID])
+            weights = state[COMPONENT_RL_MODULE]
+            weights = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights
+            self.module.set_state(weights[DEFAULT_MODULE_ID])
         self.weights_seq_no = state.get(WEIGHTS_SEQ_NO, self.weights_seq_no)
 
     def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -124,19 +125,3 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def stop(self) -> None:
         """Closes the environment."""
         self.env.close()
-
-
-def make_env(env: Any, settings: Mapping[str, Any]) -> AECEnv:
-    """Builds an environment from a registered name, ``module:Class`` or a class, with its keyword arguments.
-
-    Raises:
-        ConfigError: no such environment.
-    """
-    if isinstance(env, type):
-        return env(**settings)
-    module, _, name = env.partition(":")
-    if name:
-        return getattr(import_module(module), name)(**settings)
-    if not _global_registry.contains(ENV_CREATOR, env):
-        raise ConfigError(f"env: {env!r} is not registered; give module:Class, or call ray.tune.register_env first.")
-    return _global_registry.get(ENV_CREATOR, env)(settings)

@@ -32,6 +32,7 @@ class Play:
         seed: with root and path it decides every response and the environments' noise.
         split: which roots.
         keep_records: keep what the environment summarises of each episode.
+        context: most tokens of prompt and response together; response limits are lowered to it.
     """
 
     strategy: Strategy
@@ -40,10 +41,16 @@ class Play:
     seed: tuple[int, ...]
     split: str = "train"
     keep_records: bool = False
+    context: int | None = None
 
-    def limit(self, agent: str) -> int:
-        """Most tokens of a response of ``agent``."""
-        return self.max_tokens if isinstance(self.max_tokens, int) else self.max_tokens[agent]
+    def limit(self, agent: str, prompt_length: int) -> int:
+        """Most tokens of a response of ``agent`` to a prompt of this length."""
+        limit = self.max_tokens if isinstance(self.max_tokens, int) else self.max_tokens[agent]
+        if self.context is None:
+            return limit
+        if prompt_length >= self.context:
+            raise RolloutError(f"agent {agent!r}: the prompt of {prompt_length} tokens fills the context of {self.context}.")
+        return min(limit, self.context - prompt_length)
 
     def stream(self, root: int, path: tuple[int, ...]) -> int:
         """Returns the seed of the response at ``path`` of a root, 64 bits."""
@@ -133,13 +140,14 @@ def _observed(live: list[Branch], how: Play) -> tuple[list[Branch], list[Prompt]
         visit = branch.visit()
         try:
             ids = branch.env.observe(visit.agent)
+            limit = how.limit(visit.agent, len(ids))
         except RolloutError as error:
             _void(branch, error)
             continue
         trained = how.strategy(visit)
         seeds = [how.stream(branch.tree.root, (*branch.path, sample)) for sample in range(len(trained))]
         kept.append(branch)
-        prompts.append(Prompt(ids, seeds, how.limit(visit.agent)))
+        prompts.append(Prompt(ids, seeds, limit))
         flags.append(trained)
     return kept, prompts, flags
 

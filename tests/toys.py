@@ -4,6 +4,7 @@ No network, no training: the models' weights are random with a fixed seed. Any t
 tokenizer, one token a UTF-8 byte, so that lengths in tests can be counted by hand.
 """
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -126,3 +127,30 @@ class ScriptedEngine:
         text = self.script(self.tokenizer.decode(prompt.ids), sample)
         ids = np.array([*self.tokenizer(text)["input_ids"], self.tokenizer.eos_token_id], dtype=np.int32)
         return Completion(ids, np.full(len(ids), -1, np.float32), truncated=False)
+
+
+PROMPTS: dict[str, Any] = {
+    "base": "hotpot",
+    "rewriter": {"template": "ask {question}", "system": "", "examples": []},
+    "reranker": {"template": "{passages} for {queries}", "passage": "Document{id} {title}", "system": "", "examples": []},
+    "answerer": {"template": "{passages} answer {question}", "passage": "{title}: {text}", "system": "", "examples": []},
+}
+"""Short prompts for the search environment."""
+
+
+def save_questions(path: Path, count: int = 8) -> Path:
+    """Writes :func:`toy_questions` in HotpotQA's layout and returns the path."""
+    records = [
+        {
+            "_id": q.id,
+            "question": q.question,
+            "answer": q.answers[0],
+            "supporting_facts": [list(fact) for fact in q.supporting],
+            "context": [[title, list(sentences)] for title, sentences in q.context],
+            "type": "bridge",
+            "level": "easy",
+        }
+        for q in toy_questions(count)
+    ]
+    path.write_text(json.dumps(records))
+    return path

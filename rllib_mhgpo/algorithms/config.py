@@ -4,14 +4,16 @@ A key is written once, as an annotated class attribute: its type, its bounds, it
 """
 
 import copy
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
+from pettingzoo import AECEnv
 from pydantic import Field, TypeAdapter, ValidationError
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
-from rllib_mhgpo.algorithms.registration import register
+from rllib_mhgpo.algorithms.registration import check_environment, make_environment, register
 from rllib_mhgpo.errors import ConfigError, did_you_mean
 from rllib_mhgpo.runner import LLMEnvRunner
 
@@ -32,7 +34,9 @@ class LLMConfig(AlgorithmConfig):
     engine: Annotated[Literal["hf"], Field(description="what generates")] = "hf"
     engine_config: Annotated[dict[str, Any], Field(description="passed to the engine")] = {}
     temperature: Annotated[float, Field(gt=0, description="of sampling and of the log-probabilities")] = 1.0
-    max_prompt_tokens: Annotated[int, Field(ge=1, description="longest prompt")] = 1024
+    max_prompt_tokens: Annotated[
+        int | None, Field(ge=1, description="longest prompt; null: what responses leave of the context")
+    ] = None
     max_response_tokens: Annotated[
         int | dict[str, int], Field(description="longest response: one number, or one by agent")
     ] = 64
@@ -73,14 +77,32 @@ class LLMConfig(AlgorithmConfig):
         """True when the loss needs the frozen reference policy."""
         return self.kl_beta > 0
 
-    def env_settings(self) -> dict[str, Any]:
-        """Returns the environment's keyword arguments, without the tokenizer."""
+    @property
+    def longest_response(self) -> int:
+        """Most tokens of any agent's response."""
         limits = self.max_response_tokens
-        longest = limits if isinstance(limits, int) else max(limits.values())
-        settings: dict[str, Any] = {"max_prompt_tokens": self.max_prompt_tokens, "max_response_tokens": longest}
+        return limits if isinstance(limits, int) else max(limits.values())
+
+    def make_env(self, tokenizer: Any, context: int) -> AECEnv:
+        """Builds the environment for a policy's tokenizer and context length, in tokens.
+
+        Raises:
+            ConfigError: no such environment, a key it does not take, or prompts that leave no room for a response.
+        """
+        max_prompt_tokens = self.max_prompt_tokens or context - self.longest_response
+        if not 0 < max_prompt_tokens < context:
+            raise ConfigError(
+                f"config: max_prompt_tokens: expected 1 to {context - 1}, which leaves a response room in the context "
+                f"of {context} tokens of {self.llm!r}; found {max_prompt_tokens}."
+            )
+        offered: dict[str, Any] = {
+            "tokenizer": tokenizer,
+            "max_prompt_tokens": max_prompt_tokens,
+            "max_response_tokens": self.longest_response,
+        }
         if self.penalties is not True:
-            settings["penalties"] = self.penalties
-        return {**settings, **self.env_config}
+            offered["penalties"] = self.penalties
+        return make_environment(self.env, offered, self.env_config)
 
     def training(self, **settings: Any) -> Self:
         """Sets any of this package's keys, and those of RLlib's ``training()``."""
@@ -141,6 +163,9 @@ class LLMConfig(AlgorithmConfig):
             except ValidationError as error:
                 found = getattr(self, key)
                 raise ConfigError(f"config: {key}: {error.errors()[0]['msg']}; found {found!r}.") from None
+        check_environment(self.env)
+        if not isinstance(self.lr, list) and not (isinstance(self.lr, int | float) and self.lr >= 0):
+            raise ConfigError(f"config: lr: expected a number of at least 0 or a schedule, found {self.lr!r}.")
         if self.num_learners:
             raise ConfigError(f"config: num_learners: expected 0 (a local learner), found {self.num_learners}.")
         if (self.minibatch_questions or 0) > self.questions_per_iteration:
@@ -149,6 +174,10 @@ class LLMConfig(AlgorithmConfig):
                 f"{self.questions_per_iteration}, found {self.minibatch_questions}."
             )
         super().validate()
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns this package's keys and the environment as JSON-like values that :meth:`check` takes."""
+        return json.loads(json.dumps({key: self[key] for key in (*own_keys(type(self)), "env", "env_config")}, default=str))
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         """The language model as RLModule."""

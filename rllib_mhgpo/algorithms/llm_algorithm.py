@@ -128,11 +128,8 @@ class LLMAlgorithm(Algorithm):
             self.run_seed, self._dev, self._dev_start = own["seed"], own["dev"], own["dev_start"]
 
     def get_metadata(self) -> dict[str, Any]:
-        """Adds what is needed to use the policy without reading a pickle."""
-        config = self.config
-        policy = {"llm": config.llm, "env": str(config.env), "env_settings": config.env_settings()}
-        policy |= {"max_response_tokens": config.max_response_tokens, "dtype": config.dtype}
-        return {**super().get_metadata(), "algorithm": type(self).__name__, "policy": policy}
+        """Adds algorithm and configuration as JSON, so that the policy can be used without reading a pickle."""
+        return {**super().get_metadata(), "algorithm": type(self).__name__, "config": self.config.as_json()}
 
     def save_to_path(self, path: Any = None, **kwargs: Any) -> str:
         """Writes a checkpoint, whole or not at all."""

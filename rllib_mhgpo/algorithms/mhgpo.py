@@ -95,7 +95,7 @@ class MHGPO(LLMAlgorithm):
         for step in np.unique(steps):
             rows = steps == step
             weights[rows] = token_weights(
-                flat.agent[rows], lengths[rows], config.loss_aggregation, config.env_settings()["max_response_tokens"]
+                flat.agent[rows], lengths[rows], config.loss_aggregation, config.longest_response
             )
         return TrainBatch(
             prompts=[generation.prompt for generation in flat.generations],

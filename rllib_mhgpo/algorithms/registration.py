@@ -7,6 +7,7 @@ cluster and loses it with :func:`ray.shutdown`; :func:`register` is cheap and is
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from rllib_mhgpo.errors import ConfigError, did_you_mean
@@ -27,7 +28,63 @@ def load(path: str) -> Any:
 
 def create_environment(path: str, config: Mapping[str, Any]) -> Any:
     """Builds the environment that ``module:name`` names with ``config`` as its keyword arguments."""
-    return load(path)(**config)
+    return build(load(path), {}, config)
+
+
+def make_environment(env: Any, offered: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+    """Builds an environment from a name of this package or of Tune's registry, ``module:Class`` or a class.
+
+    Args:
+        offered: keyword arguments that a class is given where it takes them; a registered creator gets them all.
+        config: the user's, which all must be taken.
+
+    Raises:
+        ConfigError: no such environment, or a key that it does not take.
+    """
+    if isinstance(env, type):
+        return build(env, offered, config)
+    if env in ENVIRONMENTS or ":" in env:
+        return build(import_environment(ENVIRONMENTS.get(env, env)), offered, config)
+    from ray.tune.registry import ENV_CREATOR, _global_registry
+
+    return _global_registry.get(ENV_CREATOR, env)({**offered, **config})
+
+
+def check_environment(env: Any) -> None:
+    """Refuses what :func:`make_environment` could not find."""
+    if isinstance(env, type) or env in ENVIRONMENTS:
+        return
+    if isinstance(env, str) and ":" in env:
+        import_environment(env)
+        return
+    from ray.tune.registry import ENV_CREATOR, _global_registry
+
+    if not isinstance(env, str) or not _global_registry.contains(ENV_CREATOR, env):
+        raise ConfigError(
+            f"env: no environment {env!r}; there are {', '.join(ENVIRONMENTS)}, what ray.tune.register_env registered, "
+            "and module:Class." + did_you_mean(str(env), ENVIRONMENTS)
+        )
+
+
+def import_environment(path: str) -> type:
+    """Imports the class that ``module:Class`` names."""
+    try:
+        return load(path)  # type: ignore[no-any-return]
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"env: {path!r} cannot be imported: {error}. Give module:Class on the Python path.") from error
+
+
+def build(cls: type, offered: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
+    """Calls a class with what it takes of ``offered`` and all of ``config``."""
+    parameters = signature(cls).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    for key in config:
+        if key not in parameters and not takes_all:
+            raise ConfigError(
+                f"env_config: {cls.__name__} takes no {key!r}; it takes {', '.join(parameters)}."
+                + did_you_mean(key, parameters)
+            )
+    return cls(**{key: value for key, value in offered.items() if key in parameters or takes_all} | dict(config))
 
 
 def register() -> None:

@@ -135,6 +135,18 @@ def generation_config(name: str) -> Any:
         raise unloadable("config", name, place, error) from error
 
 
+def context_length(name: str) -> int:
+    """Returns the most tokens that prompt and response may have together."""
+    from transformers import AutoConfig
+
+    place = resolve_llm(name)
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:
+        raise unloadable("config", name, place, error) from error
+    return int(config.get_text_config().max_position_embeddings)
+
+
 def check_folder(folder: Path) -> None:
     """Raises ModelError unless the folder holds a readable config and complete safetensors weights."""
     config = folder / "config.json"

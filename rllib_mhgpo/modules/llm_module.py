@@ -9,10 +9,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from ray.rllib.utils.numpy import convert_to_numpy
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -82,20 +84,26 @@ class LLMRLModule(TorchRLModule):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Returns the weights by name, tied ones once."""
-        once = {name for name, _ in self.llm.named_parameters()} | {name for name, _ in self.llm.named_buffers()}
-        return dict(convert_to_numpy({k: v for k, v in self.llm.state_dict().items() if k in once}))
+        return dict(convert_to_numpy(self._once()))
+
+    def _once(self) -> dict[str, Tensor]:
+        names = {name for name, _ in self.llm.named_parameters()} | {name for name, _ in self.llm.named_buffers()}
+        return {name: tensor for name, tensor in self.llm.state_dict().items() if name in names}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Takes the weights of :meth:`get_state`; a state of another architecture is refused."""
         if not state:
             return
-        mine, given = set(self.get_state()), set(state)
+        mine, given = set(self._once()), set(state)
         if mine != given:
             raise CheckpointError(
                 f"weights do not fit the model {self.model_config['llm']!r}: missing {sorted(mine - given)[:3]}, "
                 f"unexpected {sorted(given - mine)[:3]}."
             )
-        self.llm.load_state_dict({k: torch.as_tensor(v) for k, v in state.items()}, strict=False)
+        with torch.no_grad():
+            for name, target in self._once().items():
+                # arrays from Ray's object store are read-only, which from_numpy warns about
+                target.copy_(torch.from_numpy(np.require(state[name], requirements="W")))
 
     def save_to_path(self, path: str | Path | None = None, *, state: Any = None, **kwargs: Any) -> str:
         """Writes RLlib's small files and a Hugging Face folder (safetensors, tokenizer) beside them."""
@@ -111,7 +119,7 @@ class LLMRLModule(TorchRLModule):
             raise CheckpointError(f"{path}: expected weights ({WEIGHTS}), found none; the checkpoint is incomplete.")
         try:
             self.set_state({name: tensor for file in files for name, tensor in load_file(file).items()})
-        except (OSError, ValueError) as error:
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: the weights cannot be read: {error}.") from error
 
 

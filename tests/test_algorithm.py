@@ -1,0 +1,309 @@
+"""MHGPO as RLlib runs it: iterations, seeds, runners, checkpoints, configuration."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rllib_mhgpo.algorithms.checkpoints import POLICY
+from rllib_mhgpo.algorithms.mhgpo import MHGPO, MHGPOConfig
+from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
+from rllib_mhgpo.tree import flatten
+from tests.toys import PROMPTS, save_toy
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+Make = Callable[..., MHGPO]
+
+
+@pytest.fixture
+def config(toy_folder: Path, toy_questions_file: Path) -> Callable[..., MHGPOConfig]:
+    def make(**changes: Any) -> MHGPOConfig:
+        questions = str(toy_questions_file)
+        env_config = {"questions": questions, "dev_questions": questions, "prompts": PROMPTS, "reward": REWARD}
+        settings = {
+            "llm": str(toy_folder), "questions_per_iteration": 3, "group_size": 3, "max_response_tokens": 6,
+            "lr": 1e-2, "seed": 1, "evaluation_interval": 2, "env_config": env_config,
+        }  # fmt: skip
+        return MHGPOConfig().update_from_dict({**settings, **changes})
+
+    return make
+
+
+@pytest.fixture
+def make(config: Callable[..., MHGPOConfig], request: pytest.FixtureRequest) -> Make:
+    def build(**changes: Any) -> MHGPO:
+        algorithm: MHGPO = config(**changes).build_algo()
+        request.addfinalizer(algorithm.stop)
+        return algorithm
+
+    return build
+
+
+REWARD = "tests.test_algorithm:share_of_vowels"
+
+
+def share_of_vowels(answer: str, golds: Any) -> float:
+    """Something that a random model earns in varying amounts."""
+    return sum(letter in "aeiou" for letter in answer) / 6
+
+
+def weights(algorithm: MHGPO) -> dict[str, np.ndarray]:
+    state = algorithm.learner_group.get_state(components="learner/rl_module")["learner"]["rl_module"]
+    return {name: np.array(values) for name, values in state["default_policy"].items()}
+
+
+def equal(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def row(algorithm: MHGPO) -> dict[str, Any]:
+    return algorithm.train()  # type: ignore[no-any-return]
+
+
+def test_one_iteration_tells_what_it_did(make: Make) -> None:
+    algorithm = make()
+    before = weights(algorithm)
+    result = row(algorithm)
+    assert not equal(before, weights(algorithm))
+    assert result["num_generations"] == 3 * 3 * 3
+    assert result["num_tokens_generated"] == result["num_tokens_trained"]
+    assert result["ratio_max"] == pytest.approx(1, abs=1e-3)
+    assert result["clip_fraction"] == 0
+    assert result["rewriter"]["num_generations"] == 9
+    for column in ("reward", "entropy", "kl", "illegal", "response_tokens"):
+        assert np.isfinite(result["reranker"][column])
+    assert result["dev_start"]["iteration"] == 0
+    assert result["dev"] == result["dev_start"]
+    second = row(algorithm)
+    assert second["dev"]["iteration"] == 2
+    assert second["dev_start"] == result["dev_start"]
+    assert set(flat(second)) == set(flat(result))
+    assert abs(second["kl"]) > 0
+
+
+def flat(result: dict[str, Any], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for key, value in result.items():
+        if key not in ("config", "perf", "timers", "env_runners", "date", "timestamp"):
+            keys += flat(value, f"{prefix}{key}/") if isinstance(value, dict) else [prefix + key]
+    return keys
+
+
+def test_a_seed_repeats_the_run_and_no_seed_does_not(make: Make) -> None:
+    """V2 for the shared engine."""
+    one, two, other, free, free_again = make(), make(), make(seed=2), make(seed=None), make(seed=None)
+    trees = [algorithm._sample_trees()[0] for algorithm in (one, two, other, free, free_again)]
+    responses = [[g.response.tolist() for tree in t for g in tree.generations] for t in trees]
+    assert responses[0] == responses[1]
+    assert len({str(r) for r in responses}) == 4
+
+
+def test_members_of_a_group_differ(make: Make) -> None:
+    trees, _ = make()._sample_trees()
+    for tree in trees:
+        first = [tuple(g.response) for g in tree.generations if g.agent == "rewriter"]
+        assert len(set(first)) == len(first) == 3
+
+
+def test_credit_equals_grpo_where_there_are_no_penalties(make: Make) -> None:
+    """Identities 1 and 3: every agent of a trajectory has the trajectory's GRPO advantage."""
+    algorithm = make(penalties=False)
+    trees, _ = algorithm._sample_trees()
+    all_generations = flatten(trees, algorithm.agents)
+    advantage = algorithm.assign_credit(all_generations)["advantage"].reshape(3, 3, 3)
+    for tree, question in zip(trees, advantage, strict=True):
+        answers = [tree.generations[leaf] for leaf in tree.leaves()]
+        rewards = np.array([g.shared.get("team", 0.0) for g in answers])
+        grpo = np.zeros(3) if len(set(rewards)) == 1 else (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        for agent in question:
+            assert agent == pytest.approx(grpo)
+
+
+def test_remote_runners_sample_what_the_local_one_does(make: Make) -> None:
+    """Two runners: the same responses as one process gives, new weights after an update, one module each."""
+    local, remote = make(evaluation_interval=None), make(num_env_runners=2, evaluation_interval=None)
+    for _ in range(2):
+        responses = [
+            [g.response.tolist() for tree in a._sample_trees()[0] for g in tree.generations] for a in (local, remote)
+        ]
+        assert responses[0] == responses[1]
+        for algorithm in (local, remote):
+            row(algorithm)
+    # batches of other shapes round differently, and Adam makes full steps of gradients that are next to nothing
+    apart = np.concatenate([np.abs(weights(local)[n] - weights(remote)[n]).ravel() for n in weights(local)])
+    assert (apart < 1e-4).mean() > 0.99
+
+
+def test_a_checkpoint_restores_with_another_number_of_runners(make: Make, tmp_path: Path) -> None:
+    """R6: same weights everywhere, same answers, iteration and optimiser state kept, and the run goes on exactly."""
+    first = make()
+    for _ in range(3):
+        row(first)
+    path = first.save_to_path(tmp_path / "checkpoint")
+    second = make(num_env_runners=1, seed=99)
+    second.restore_from_path(path)
+    assert second.iteration == 3
+    assert equal(weights(first), weights(second))
+    optimisers = [a.learner_group.get_state()["learner"]["optimizer"] for a in (first, second)]
+    moments = [o["default_policy_default_optimizer"]["state"]["state"][0]["exp_avg"] for o in optimisers]
+    assert np.array_equal(*moments)
+    assert first.evaluate() == second.evaluate()
+    results = [row(first), row(second)]
+    assert results[0]["training_iteration"] == results[1]["training_iteration"] == 4
+    assert equal(weights(first), weights(second))
+
+
+def test_from_checkpoint_builds_the_algorithm(make: Make, tmp_path: Path) -> None:
+    first = make()
+    row(first)
+    second = MHGPO.from_checkpoint(first.save_to_path(tmp_path / "checkpoint"))
+    assert equal(weights(first), weights(second))
+    second.stop()
+
+
+def test_the_policy_folder_is_a_plain_hugging_face_folder(make: Make, tmp_path: Path) -> None:
+    algorithm = make()
+    row(algorithm)
+    folder = Path(algorithm.save_to_path(tmp_path / "checkpoint")) / POLICY
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert all(torch.equal(p, torch.from_numpy(weights(algorithm)[n])) for n, p in model.named_parameters())
+    assert tokenizer.eos_token == "<eos>"
+    assert not list(folder.glob("*.bin"))
+    metadata = json.loads((tmp_path / "checkpoint" / "rllib_checkpoint.json").read_text())
+    assert metadata["algorithm"] == "MHGPO"
+
+
+def test_a_checkpoint_without_weights_is_refused(make: Make, tmp_path: Path) -> None:
+    algorithm = make()
+    path = Path(algorithm.save_to_path(tmp_path / "checkpoint"))
+    for file in (path / POLICY).glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        algorithm.restore_from_path(path)
+    for file in (path / POLICY).glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="incomplete"):
+        algorithm.restore_from_path(path)
+
+
+def test_a_checkpoint_is_whole_or_absent(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    algorithm = make()
+    path = tmp_path / "checkpoint"
+    algorithm.save_to_path(path)
+    before = sorted(p.relative_to(path) for p in path.rglob("*"))
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(algorithm.env_runner.module.llm, "save_pretrained", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        algorithm.save_to_path(path)
+    assert sorted(p.relative_to(path) for p in path.rglob("*")) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+calls = 0
+
+
+def sometimes_nan(answer: str, golds: Any) -> float:
+    global calls
+    calls += 1
+    return float("nan") if calls % 9 == 2 else share_of_vowels(answer, golds)
+
+
+def test_a_reward_that_is_no_number_voids_its_rollout_and_nothing_else(make: Make, toy_questions_file: Path) -> None:
+    """R8: counted, left out, weights stay finite."""
+    env_config = {"questions": str(toy_questions_file), "dev_questions": None, "prompts": PROMPTS}
+    algorithm = make(env_config={**env_config, "reward": "tests.test_algorithm:sometimes_nan"})
+    for _ in range(2):
+        result = row(algorithm)
+        assert result["num_voided"] == 1
+        assert result["num_generations"] == 3 * 8
+    assert all(np.isfinite(w).all() for w in weights(algorithm).values())
+    assert np.isnan(result["dev"]["f1"])
+
+
+def always_nan(answer: str, golds: Any) -> float:
+    return float("nan")
+
+
+def test_a_run_whose_rollouts_are_all_void_stops_with_the_reason(make: Make, toy_questions_file: Path) -> None:
+    env_config = {"questions": str(toy_questions_file), "dev_questions": None, "prompts": PROMPTS}
+    algorithm = make(env_config={**env_config, "reward": "tests.test_algorithm:always_nan"})
+    with pytest.raises(MHGPOError, match="every rollout was voided.*agent 'answerer'"):
+        row(algorithm)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_sise": 4}, "unknown key 'group_sise'. Did you mean 'group_size'"),
+        ({"group_size": 1}, "group_size.*greater than or equal to 2; found 1"),
+        ({"group_size": 0}, "group_size"),
+        ({"rollout_strategy": "rr"}, "rollout_strategy.*'fof'; found 'rr'"),
+        ({"engine": "vllm"}, "engine"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"temperature": 0}, "temperature"),
+        ({"num_learners": 2}, "num_learners"),
+        ({"train_batch_size": 4000}, "no effect on MHGPO"),
+        ({"minibatch_questions": 25}, "minibatch_questions"),
+        ({"lr": "fast"}, "lr.*found 'fast'"),
+        ({"bogus": 1}, "unknown key 'bogus'"),
+    ],
+)
+def test_bad_configuration_is_refused_before_anything_starts(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MHGPOConfig.check(changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"questions_per_iteration": 9}, "at most the 8 questions"),
+        ({"max_response_tokens": {"rewriter": 3}}, r"no number for \['reranker', 'answerer'\]"),
+        ({"env": "serch"}, "serch.*Did you mean 'search'"),
+        ({"max_prompt_tokens": 2000}, "1024"),
+    ],
+)
+def test_what_only_the_environment_knows_is_refused_when_it_is_built(
+    make: Make, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(**changes)
+
+
+def test_unknown_environment_keys_are_refused(make: Make, toy_questions_file: Path) -> None:
+    with pytest.raises(ConfigError, match="env_config.*questons.*Did you mean 'questions'"):
+        make(env_config={"questons": str(toy_questions_file)})
+
+
+def test_response_limits_by_agent(make: Make) -> None:
+    algorithm = make(max_response_tokens={"rewriter": 2, "reranker": 3, "answerer": 4})
+    trees, _ = algorithm._sample_trees()
+    longest = {a: max(len(g.response) for t in trees for g in t.generations if g.agent == a) for a in algorithm.agents}
+    assert longest == {"rewriter": 2, "reranker": 3, "answerer": 4}
+
+
+def test_a_response_limit_is_lowered_to_what_the_model_has_room_for(make: Make, tmp_path: Path) -> None:
+    """V4: context 64, prompt 14, limit 60: lowered to 50, not refused."""
+    folder = save_toy(tmp_path / "short")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 64}))
+    algorithm = make(llm=str(folder), max_prompt_tokens=60, max_response_tokens=60, evaluation_interval=None)
+    trees, _ = algorithm._sample_trees()
+    for generation in (g for tree in trees for g in tree.generations):
+        assert len(generation.prompt) + len(generation.response) <= 64
+
+
+def test_the_lr_may_be_a_schedule_as_in_rllib(make: Make) -> None:
+    algorithm = make(lr=[[0, 1e-2], [27, 0.0]])
+    for _ in range(2):
+        row(algorithm)
+    before = weights(algorithm)
+    row(algorithm)
+    assert equal(before, weights(algorithm))
