@@ -1,0 +1,113 @@
+"""Answers questions with the policy of a checkpoint, without Ray and without reading a pickle."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pettingzoo import AECEnv
+
+from rllib_mhgpo.algorithms.checkpoints import POLICY
+from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.algorithms.registration import resolve_algorithm
+from rllib_mhgpo.engines import HFEngine
+from rllib_mhgpo.errors import CheckpointError, ConfigError
+from rllib_mhgpo.llms import context_length, eos_ids, load_model, load_tokenizer
+from rllib_mhgpo.sampling import ForkOnFirst
+from rllib_mhgpo.tree import RolloutTree
+from rllib_mhgpo.waves import Play, play
+
+Record = dict[str, Any]
+
+
+@dataclass
+class System:
+    """A trained system of agents: its environment, its policy's engine, its configuration."""
+
+    env: AECEnv
+    engine: HFEngine
+    config: LLMConfig
+    context: int
+
+    def answers(
+        self, split: str, limit: int | None = None, temperature: float = 0.0, seed: int = 0, wave: int = 64
+    ) -> Iterator[list[Record]]:
+        """Plays the roots of a split, ``wave`` at a time; yields their records.
+
+        A record is the environment's summary with ``scores``; a voided rollout's has ``void`` and no scores.
+        """
+        how = Play(
+            ForkOnFirst(1), temperature, self.config.max_response_tokens, (seed,), split,
+            keep_records=True, context=self.context,
+        )  # fmt: skip
+        for roots in self.waves(split, limit, wave):
+            yield [record(tree) for tree in play(self.env, self.engine, roots, how, {})]
+
+    def count(self, split: str, limit: int | None) -> int:
+        """How many roots :meth:`answers` plays."""
+        count = int(self.env.num_roots(split))
+        if count == 0:
+            raise ConfigError(f"evaluate: the environment has no roots in split {split!r}; give --questions.")
+        return count if limit is None else min(limit, count)
+
+    def waves(self, split: str, limit: int | None, wave: int) -> Iterator[Sequence[int]]:
+        """Cuts the roots into waves."""
+        count = self.count(split, limit)
+        return (range(start, min(start + wave, count)) for start in range(0, count, wave))
+
+
+def open_system(checkpoint: str | Path, env_config: Mapping[str, Any]) -> System:
+    """Opens a checkpoint of this package's algorithms; ``env_config`` replaces keys of the trained configuration.
+
+    Raises:
+        CheckpointError: the folder is no such checkpoint.
+    """
+    folder = find_checkpoint(Path(checkpoint))
+    metadata = json.loads((folder / "rllib_checkpoint.json").read_text())
+    policy = folder / POLICY
+    if "config" not in metadata or not policy.is_dir():
+        raise CheckpointError(f"{folder}: expected a checkpoint of this package with a policy in {POLICY}, found none.")
+    config: LLMConfig = resolve_algorithm(metadata["algorithm"]).get_default_config().update_from_dict(  # type: ignore[attr-defined]
+        {**metadata["config"], "env_config": {**metadata["config"]["env_config"], **env_config}}
+    )
+    model, tokenizer = load_model(str(policy)), load_tokenizer(str(policy))
+    engine = HFEngine(model, eos_ids(model, tokenizer), getattr(torch, config.dtype), **config.engine_config)
+    context = context_length(str(policy))
+    return System(config.make_env(tokenizer, context), engine, config, context)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Returns the checkpoint itself for a checkpoint, or the last one of a trial or experiment folder."""
+    if (path / "rllib_checkpoint.json").is_file():
+        return path
+    found = sorted(path.glob("**/checkpoint_*/rllib_checkpoint.json"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise CheckpointError(
+            f"{path}: expected a checkpoint folder (with rllib_checkpoint.json) or a run's folder with checkpoints in it,"
+            f" found {'neither' if path.exists() else 'nothing there'}."
+        )
+    return found[-1].parent
+
+
+def record(tree: RolloutTree) -> Record:
+    """Returns what the environment said of the tree's one trajectory."""
+    for leaf in tree.leaves():
+        generation = tree.generations[leaf]
+        return {"root": tree.root, **(generation.record or {}), "scores": generation.scores}
+    return {"root": tree.root, "void": tree.void[0]}
+
+
+def mean_and_error(records: Sequence[Record]) -> dict[str, tuple[float, float]]:
+    """Returns mean and standard error of each score over all records; a voided one counts 0.
+
+    The standard error is the standard deviation (divisor n) over the root of n.
+    """
+    names = list(dict.fromkeys(name for record in records for name in record.get("scores", {})))
+    result = {}
+    for name in names:
+        values = np.array([record.get("scores", {}).get(name, 0.0) for record in records])
+        result[name] = (float(values.mean()), float(values.std() / np.sqrt(len(values))))
+    return result
