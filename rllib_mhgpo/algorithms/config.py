@@ -6,7 +6,7 @@ A key is written once, as an annotated class attribute: its type, its bounds, it
 import copy
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pettingzoo import AECEnv
 from pydantic import Field, TypeAdapter, ValidationError
@@ -203,3 +203,14 @@ def _same(value: Any, other: Any) -> bool:
         return bool(value == other)
     except Exception:
         return value is other
+
+
+def describe(config_class: type) -> str:
+    """Returns the keys of a config class as a Markdown table: key, default, type, what it is."""
+    lines = ["| key | default | type | what it is |", "|---|---|---|---|"]
+    for key, annotation in annotations(config_class).items():
+        kind, (field,) = annotation.__origin__, annotation.__metadata__
+        name = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
+        cells = (f"`{key}`", f"`{json.dumps(getattr(config_class, key))}`", name.replace("|", "or"), field.description)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
