@@ -17,13 +17,19 @@ Bools = NDArray[np.bool_]
 EPSILON = 1e-6
 
 
-def propagate(edges: Ints, shared: Floats, aggregation: str = "mean", rng: np.random.Generator | None = None) -> Floats:
+Aggregate = Callable[[Floats, Ints, int, np.random.Generator | None], Floats]
+"""(E, T) values of successors, (E,) the places 0..count-1 of their parents, count, rng -> (count, T)."""
+
+
+def propagate(
+    edges: Ints, shared: Floats, aggregation: str | Aggregate = "mean", rng: np.random.Generator | None = None
+) -> Floats:
     """Runs shared rewards from the leaves up: ``R(k) = r(k) + Aggr{R(j) : edge k -> j}``.
 
     Args:
         edges: (E, 2), each a pair (parent, child) of generations with parent < child.
         shared: (N, T), what each team earned by the step with generation n's response.
-        aggregation: ``mean``, ``max``, ``min`` or ``random`` (one successor, drawn by ``rng``).
+        aggregation: ``mean``, ``max``, ``min``, ``random`` (one successor, drawn by ``rng``), or a function.
 
     Returns:
         (N, T), the shared reward each generation stands for.
@@ -34,7 +40,7 @@ def propagate(edges: Ints, shared: Floats, aggregation: str = "mean", rng: np.ra
     if np.any(edges[:, 0] >= edges[:, 1]):
         raise ValueError("edges must lead from an earlier generation to a later one; found a cycle or a wrong order")
     parent_height = heights(edges, len(total))[edges[:, 0]]
-    aggregate = AGGREGATIONS[aggregation]
+    aggregate = AGGREGATIONS[aggregation] if isinstance(aggregation, str) else aggregation
     for height in range(1, int(parent_height.max()) + 1):
         parents, children = edges[parent_height == height].T
         rows, segment = np.unique(parents, return_inverse=True)
@@ -76,13 +82,7 @@ def _random(values: Floats, segment: Ints, count: int, rng: np.random.Generator 
     return values[order[first]]
 
 
-AGGREGATIONS: dict[str, Callable[[Floats, Ints, int, np.random.Generator | None], Floats]] = {
-    "mean": _mean,
-    "max": _max,
-    "min": _min,
-    "random": _random,
-}
-"""By name: (E, T) values of successors, (E,) their parents' places 0..count-1, count, rng -> (count, T)."""
+AGGREGATIONS: dict[str, Aggregate] = {"mean": _mean, "max": _max, "min": _min, "random": _random}
 
 
 class Advantages(NamedTuple):
@@ -174,3 +174,55 @@ AGGREGATED: dict[str, Callable[[Ints, Floats, int], Floats]] = {
     "fixed_length": lambda agents, lengths, fixed: np.full(len(lengths), 1.0 / (len(lengths) * fixed)),
 }
 """By name: agents and lengths of the counted generations, the fixed length -> weight of one token of each."""
+
+
+def regroup_singletons(groups: Ints, pools: Ints, size: int, rng: np.random.Generator) -> Ints:
+    """Puts generations that are alone in their group together: per pool, shuffled, in chunks of ``size``.
+
+    A last chunk of one joins the chunk before it; a lone one stays alone. Source: section 3.4, for round-robin.
+
+    Args:
+        groups, pools: (N,); a pool holds what may be grouped (one agent's acts, over the whole batch).
+
+    Returns:
+        (N,) groups; those of two or more are as they were.
+    """
+    _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    result = group.copy()
+    free = len(sizes)
+    for pool in np.unique(pools):
+        alone = rng.permutation(np.flatnonzero((sizes[group] == 1) & (pools == pool)))
+        chunk = np.arange(len(alone)) // size
+        if len(alone) > size and len(alone) % size == 1:
+            chunk[-1] -= 1
+        result[alone] = free + chunk
+        free += len(alone)
+    return result
+
+
+def group_similarity(tokens: Ints, rows: Ints, groups: Ints) -> Floats:
+    """Returns how alike the responses of each group are, 0 (no token in common) to 1 (the same tokens).
+
+    The share of a response's distinct tokens that another response of its group holds too, averaged over all pairs:
+    ``sum_t c_t (c_t - 1) / ((n - 1) sum_i |A_i|)``, where c_t of the n responses hold token t and response i has |A_i|
+    distinct ones. Linear in tokens.
+
+    Args:
+        tokens, rows: (K,), token ids and the generations 0..N-1 they belong to.
+        groups: (N,), any integers.
+
+    Returns:
+        (M,) in the order of ``np.unique(groups)``, NaN for groups of one.
+
+    >>> tokens, rows = np.array([5, 6, 5, 7]), np.array([0, 0, 1, 1])
+    >>> group_similarity(tokens, rows, np.array([0, 0])).tolist()
+    [0.5]
+    """
+    _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+    width = int(tokens.max(initial=0)) + 1
+    held = np.unique(rows.astype(np.int64) * width + tokens)
+    members, counts = np.unique(group[held // width] * width + held % width, return_counts=True)
+    common = np.bincount(members // width, counts * (counts - 1.0), minlength=len(sizes))
+    distinct = np.bincount(group[held // width], minlength=len(sizes))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(sizes > 1, common / ((sizes - 1.0) * distinct), np.nan)

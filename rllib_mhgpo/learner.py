@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core import COMPONENT_OPTIMIZER, DEFAULT_MODULE_ID
 from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.core.learner.training_data import TrainingData
 from torch import Tensor
@@ -21,6 +21,7 @@ from rllib_mhgpo.modules import LLMRLModule
 from rllib_mhgpo.modules.llm_module import response_logprobs
 from rllib_mhgpo.packing import micro_batches, rectangle, right_pad
 from rllib_mhgpo.spaces import Tokens
+from rllib_mhgpo.tree import Generation
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,24 @@ class TrainBatch:
     weights: NDArray[np.float64]
     steps: NDArray[np.int64]
 
+    @classmethod
+    def of(
+        cls,
+        generations: Sequence[Generation],
+        advantages: NDArray[np.float64],
+        weights: NDArray[np.float64],
+        steps: NDArray[np.int64],
+    ) -> "TrainBatch":
+        """Takes tokens and log-probabilities from generations."""
+        return cls(
+            prompts=[generation.prompt for generation in generations],
+            responses=[generation.response for generation in generations],
+            logprobs=[generation.logprobs for generation in generations],
+            advantages=advantages,
+            weights=weights,
+            steps=steps,
+        )
+
     def __len__(self) -> int:
         return len(self.prompts)
 
@@ -53,7 +72,9 @@ class MicroBatch:
     Attributes:
         logp, entropy: of the policy being trained.
         ref_logp: of the frozen reference, None where the loss does not use it.
-        old_logp: recorded at sampling.
+        old_logp: of the policy before the update: recorded at sampling, or recomputed by the learner.
+        engine_logp: recorded at sampling.
+        importance: truncated importance weight of learner over engine, 1 where it is off.
         advantage: (b, 1).
         weight: 0 on columns that carry no loss.
         mask: True where a response token stands.
@@ -63,6 +84,8 @@ class MicroBatch:
     entropy: Tensor
     ref_logp: Tensor | None
     old_logp: Tensor
+    engine_logp: Tensor
+    importance: Tensor
     advantage: Tensor
     weight: Tensor
     mask: Tensor
@@ -74,7 +97,8 @@ class LLMLearner(TorchLearner):
     def build(self) -> None:
         """Builds module, optimiser and, where the loss needs one, the frozen reference policy."""
         super().build()
-        self.reference = self._make_reference() if self.config.uses_reference else None
+        self.reference = copy.deepcopy(self._policy().llm).requires_grad_(False) if self.config.uses_reference else None
+        self.num_updates = 0
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """AdamW without weight decay."""
@@ -97,12 +121,13 @@ class LLMLearner(TorchLearner):
         self._check_is_built()
         self.before_gradient_based_update(timesteps=timesteps or {})
         self._weights_seq_no += 1
+        old_logprobs = self.logprobs(batch) if self.config.rollout_is_cap else batch.logprobs
         first_pass: dict[str, NDArray[np.float64]] = {}
         norms, skipped = [], 0
         for epoch in range(self.config.num_epochs):
             for step in np.unique(batch.steps):
                 rows = np.flatnonzero((batch.steps == step) & (batch.weights != 0))
-                numbers = self.accumulate(batch, rows)
+                numbers = self.accumulate(batch, rows, old_logprobs)
                 if epoch == 0:
                     for name, values in numbers.items():
                         first_pass.setdefault(name, np.zeros(len(batch)))[rows] = values
@@ -110,15 +135,16 @@ class LLMLearner(TorchLearner):
                 skipped += norm is None
                 norms += [] if norm is None else [norm]
         self.after_gradient_based_update(timesteps=timesteps or {})
+        self._refresh_reference()
         return {"per_generation": first_pass, "grad_norms": norms, "skipped_steps": skipped}
 
-    def accumulate(self, batch: TrainBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+    def accumulate(
+        self, batch: TrainBatch, rows: NDArray[np.int64], old_logprobs: Sequence[NDArray[np.float32]] | None = None
+    ) -> dict[str, NDArray[np.float64]]:
         """Adds the gradient of these rows; returns what the hook measured, one number a row, by name; no rows, no numbers."""
-        prompt_lengths = np.array([len(batch.prompts[i]) for i in rows], dtype=np.int64)
-        response_lengths = np.array([len(batch.responses[i]) for i in rows], dtype=np.int64)
         numbers: dict[str, NDArray[np.float64]] = {}
-        for part in micro_batches(prompt_lengths, response_lengths, self.config.max_tokens_per_microbatch):
-            micro = self.forward(batch, rows[part])
+        for part in self._parts(batch, rows):
+            micro = self.forward(batch, rows[part], old_logprobs or batch.logprobs)
             loss, measured = self.compute_loss_for_module(
                 module_id=DEFAULT_MODULE_ID, config=self.config, batch=micro, fwd_out={}
             )
@@ -127,28 +153,36 @@ class LLMLearner(TorchLearner):
                 numbers.setdefault(name, np.zeros(len(rows)))[part] = values.double().cpu().numpy()
         return numbers
 
-    def forward(self, batch: TrainBatch, rows: NDArray[np.int64]) -> MicroBatch:
+    def forward(
+        self, batch: TrainBatch, rows: NDArray[np.int64], old_logprobs: Sequence[NDArray[np.float32]]
+    ) -> MicroBatch:
         """Runs policy and reference on some rows."""
-        responses = [batch.responses[i] for i in rows]
-        layout = rectangle([batch.prompts[i] for i in rows], responses)
-        tensors: dict[str, Any] = {
-            "tokens": self._tensor(layout.tokens),
-            "attention": self._tensor(layout.attention),
-            "positions": self._tensor(layout.positions),
-            "prompt_width": layout.prompt_width,
-        }
-        mask = tensors["attention"][:, layout.prompt_width :].bool()
+        tensors, mask = self._laid_out(batch, rows)
+        tensors["entropy_grad"] = getattr(self.config, "entropy_coeff", 0.0) > 0
         out = self.module[DEFAULT_MODULE_ID].forward_train(tensors)
-        reference = self._reference_logp(tensors)
+        old = self._tensor(right_pad([old_logprobs[i] for i in rows], mask.shape[1]))
+        engine = self._tensor(right_pad([batch.logprobs[i] for i in rows], mask.shape[1]))
         return MicroBatch(
             logp=out["logp"].masked_fill(~mask, 0.0),
             entropy=out["entropy"].masked_fill(~mask, 0.0),
-            ref_logp=None if reference is None else reference.masked_fill(~mask, 0.0),
-            old_logp=self._tensor(right_pad([batch.logprobs[i] for i in rows], mask.shape[1])),
+            ref_logp=None if self.reference is None else self._logp(self.reference, tensors, mask),
+            old_logp=old,
+            engine_logp=engine,
+            importance=torch.exp(old - engine).clamp(max=self.config.rollout_is_cap or 1.0),
             advantage=self._tensor(batch.advantages[rows].astype(np.float32))[:, None],
             weight=self._tensor(batch.weights[rows].astype(np.float32))[:, None] * mask,
             mask=mask,
         )
+
+    def logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """Returns log-probabilities of all responses under the present policy, in the layout of the update."""
+        return self._all_logp(self._policy().llm, batch)
+
+    def reference_kl(self, batch: TrainBatch) -> NDArray[np.float64]:
+        """Returns the sum over each response of ``log-probability when sampled - that of the reference``, (B,)."""
+        assert self.reference is not None
+        reference = self._all_logp(self.reference, batch)
+        return np.array([float((mine - ref).sum()) for mine, ref in zip(batch.logprobs, reference, strict=True)])
 
     def step(self) -> float | None:
         """Clips the gradient and steps the optimiser; returns the gradient's norm, None when it was not finite.
@@ -163,16 +197,61 @@ class LLMLearner(TorchLearner):
         optimizer.zero_grad(set_to_none=True)
         return norm if np.isfinite(norm) else None
 
-    def _reference_logp(self, tensors: Mapping[str, Any]) -> Tensor | None:
-        if self.reference is None:
-            return None
-        module: LLMRLModule = self.module[DEFAULT_MODULE_ID]
-        with torch.no_grad():
-            return response_logprobs(self.reference, tensors, module.temperature, module.precision())["logp"]
+    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Adds the reference policy where it moves; otherwise it is the policy that the run began with."""
+        state = super().get_state(*args, **kwargs)
+        if COMPONENT_OPTIMIZER in state:
+            state["num_updates"] = self.num_updates
+            if self.config.reference_refresh and self.reference is not None:
+                state["reference"] = {name: tensor.cpu() for name, tensor in self.reference.state_dict().items()}
+        return state
 
-    def _make_reference(self) -> torch.nn.Module:
-        reference = copy.deepcopy(self.module[DEFAULT_MODULE_ID].llm)
-        return reference.requires_grad_(False)
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Takes a state of :meth:`get_state`."""
+        super().set_state(state)
+        self.num_updates = state.get("num_updates", self.num_updates)
+        if "reference" in state and self.reference is not None:
+            self.reference.load_state_dict(state["reference"])
+
+    def _refresh_reference(self) -> None:
+        """Makes the policy its own reference, every ``reference_refresh`` updates."""
+        self.num_updates += 1
+        every = self.config.reference_refresh
+        if self.reference is not None and every and self.num_updates % every == 0:
+            self.reference.load_state_dict(self._policy().llm.state_dict())
+
+    def _policy(self) -> LLMRLModule:
+        policy: LLMRLModule = self.module[DEFAULT_MODULE_ID]
+        return policy
+
+    def _parts(self, batch: TrainBatch, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        prompt_lengths = np.array([len(batch.prompts[i]) for i in rows], dtype=np.int64)
+        response_lengths = np.array([len(batch.responses[i]) for i in rows], dtype=np.int64)
+        return micro_batches(prompt_lengths, response_lengths, self.config.max_tokens_per_microbatch)
+
+    def _laid_out(self, batch: TrainBatch, rows: NDArray[np.int64]) -> tuple[dict[str, Any], Tensor]:
+        """Returns the rows as a rectangle of tensors, and the mask of their response tokens, (b, R)."""
+        layout = rectangle([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
+        tensors: dict[str, Any] = {
+            "tokens": self._tensor(layout.tokens),
+            "attention": self._tensor(layout.attention),
+            "positions": self._tensor(layout.positions),
+            "prompt_width": layout.prompt_width,
+        }
+        return tensors, tensors["attention"][:, layout.prompt_width :].bool()
+
+    def _logp(self, llm: torch.nn.Module, tensors: Mapping[str, Any], mask: Tensor) -> Tensor:
+        policy = self._policy()
+        with torch.no_grad():
+            return response_logprobs(llm, tensors, policy.temperature, policy.precision())["logp"].masked_fill(~mask, 0.0)
+
+    def _all_logp(self, llm: torch.nn.Module, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        result: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch)
+        for part in self._parts(batch, np.arange(len(batch))):
+            logp = self._logp(llm, *self._laid_out(batch, part)).cpu().numpy()
+            for row, values in zip(part.tolist(), logp, strict=True):
+                result[row] = values[: len(batch.responses[row])]
+        return result
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -64,19 +64,21 @@ def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each token and entropy of each distribution, at the temperature that was sampled from.
 
     Args:
         logits: (..., V); tokens: (...,) ids.
 
     Returns:
-        ``log softmax(logits / temperature)[token]`` and the entropy in nats (without gradient), both (...,), float32.
+        ``log softmax(logits / temperature)[token]`` and the entropy in nats (with gradient if asked), (...,), float32.
 
     >>> token_logprobs(torch.tensor([[1.0, 0.0]]), torch.tensor([0]), 0.5)[0].exp().round(decimals=4).item()
     0.8808000087738037
     """
     logp = torch.log_softmax(logits.float() / temperature, dim=-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = -(logp.exp() * logp).sum(-1)
     return logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), entropy

@@ -30,6 +30,7 @@ class Generation:
         act: this is the agent's act-th act in its trajectory, from 0.
         path: which sample was taken at each act from the root to here; names the generation within the tree.
         trained: whether it enters the loss; untrained ones only carry rewards back.
+        pays: whether its reward runs back to its parents; where an act draws both, only the untrained ones do.
         team: the team whose shared reward the agent receives.
         specific: reward of the role alone for this act.
         shared: reward each team earned by this step.
@@ -48,6 +49,7 @@ class Generation:
     act: int = 0
     path: tuple[int, ...] = ()
     trained: bool = True
+    pays: bool = True
     team: str = TEAM
     specific: float = 0.0
     shared: dict[str, float] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class FlatTrees(NamedTuple):
         tree: which tree each belongs to, (N,).
         agent: index of its agent in the list given, (N,).
         act: its agent's act-th act, (N,).
-        edges: (E, 2), each a pair (parent, child).
+        edges: (E, 2), each a pair (parent, child) along which rewards run back.
         specific: (N,).
         shared: (N, T), what each team earned by its step.
         team: which of the T teams is its own, (N,).
@@ -144,6 +146,7 @@ def flatten(trees: Sequence[RolloutTree], agents: Sequence[str]) -> FlatTrees:
         for start, tree in zip(starts.tolist(), trees, strict=False)
         for child, generation in enumerate(tree.generations)
         for parent in generation.parents
+        if generation.pays
     ]
     teams = list(dict.fromkeys(team for g in generations for team in (g.team, *g.shared)))
     shared = np.zeros((len(generations), len(teams)))

@@ -66,6 +66,7 @@ class Branch:
         env: its environment.
         tree: where its generations go.
         path: which sample was taken at each act.
+        acts: which act of its agent each act was.
         latest: index of each agent's generations so far, in order.
         previous: index of the generation that acted before.
     """
@@ -73,6 +74,7 @@ class Branch:
     env: AECEnv
     tree: RolloutTree
     path: tuple[int, ...] = ()
+    acts: tuple[int, ...] = ()
     latest: dict[str, list[int]] = field(default_factory=dict)
     previous: int | None = None
 
@@ -84,12 +86,13 @@ class Branch:
     def visit(self) -> Visit:
         """Where this trajectory stands."""
         agent, agents = self.env.agent_selection, self.env.possible_agents
-        return Visit(self.tree.root, agent, agents.index(agent), len(agents), len(self.latest.get(agent, ())), self.path)
+        act = len(self.latest.get(agent, ()))
+        return Visit(self.tree.root, agent, agents.index(agent), len(agents), act, self.path, self.acts)
 
     def fork(self, count: int) -> list["Branch"]:
         """Returns ``count`` branches, this one first, the others with copies of the environment."""
         others = [
-            Branch(copy.deepcopy(self.env), self.tree, self.path, copy.deepcopy(self.latest), self.previous)
+            Branch(copy.deepcopy(self.env), self.tree, self.path, self.acts, copy.deepcopy(self.latest), self.previous)
             for _ in range(count - 1)
         ]
         return [self, *others]
@@ -156,16 +159,16 @@ def _responded(
     branch: Branch, prompt: Prompt, trained: Sequence[bool], completions: Sequence[Completion], how: Play
 ) -> list[Branch]:
     """Forks a branch, one fork a response, and notes the response in the tree."""
-    agent = branch.env.agent_selection
+    agent, path, previous = branch.env.agent_selection, branch.path, branch.previous
+    act = len(branch.latest.get(agent, ()))
     forks = branch.fork(len(completions))
-    path, previous = branch.path, branch.previous
     for sample, (fork, completion) in enumerate(zip(forks, completions, strict=True)):
-        fork.path = (*path, sample)
+        fork.path, fork.acts = (*path, sample), (*fork.acts, act)
         if hasattr(fork.env, "reseed"):
             fork.env.reseed(how.stream(fork.tree.root, fork.path))
         generation = Generation(
             agent, prompt.ids, completion.ids, completion.logprobs, completion.truncated, previous,
-            act=len(fork.latest.get(agent, ())), path=fork.path, trained=trained[sample],
+            act=act, path=fork.path, trained=trained[sample], pays=all(trained) or not trained[sample],
         )  # fmt: skip
         fork.previous = fork.tree.add(generation)
         fork.latest.setdefault(agent, []).append(fork.previous)

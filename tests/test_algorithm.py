@@ -97,14 +97,14 @@ def flat(result: dict[str, Any], prefix: str = "") -> list[str]:
 def test_a_seed_repeats_the_run_and_no_seed_does_not(make: Make) -> None:
     """V2 for the shared engine."""
     one, two, other, free, free_again = make(), make(), make(seed=2), make(seed=None), make(seed=None)
-    trees = [algorithm._sample_trees()[0] for algorithm in (one, two, other, free, free_again)]
+    trees = [algorithm.sample_trees() for algorithm in (one, two, other, free, free_again)]
     responses = [[g.response.tolist() for tree in t for g in tree.generations] for t in trees]
     assert responses[0] == responses[1]
     assert len({str(r) for r in responses}) == 4
 
 
 def test_members_of_a_group_differ(make: Make) -> None:
-    trees, _ = make()._sample_trees()
+    trees = make().sample_trees()
     for tree in trees:
         first = [tuple(g.response) for g in tree.generations if g.agent == "rewriter"]
         assert len(set(first)) == len(first) == 3
@@ -113,7 +113,7 @@ def test_members_of_a_group_differ(make: Make) -> None:
 def test_credit_equals_grpo_where_there_are_no_penalties(make: Make) -> None:
     """Identities 1 and 3: every agent of a trajectory has the trajectory's GRPO advantage."""
     algorithm = make(penalties=False)
-    trees, _ = algorithm._sample_trees()
+    trees = algorithm.sample_trees()
     all_generations = flatten(trees, algorithm.agents)
     advantage = algorithm.assign_credit(all_generations)["advantage"].reshape(3, 3, 3)
     for tree, question in zip(trees, advantage, strict=True):
@@ -129,7 +129,7 @@ def test_remote_runners_sample_what_the_local_one_does(make: Make) -> None:
     local, remote = make(evaluation_interval=None), make(num_env_runners=2, evaluation_interval=None)
     for _ in range(2):
         responses = [
-            [g.response.tolist() for tree in a._sample_trees()[0] for g in tree.generations] for a in (local, remote)
+            [g.response.tolist() for tree in a.sample_trees() for g in tree.generations] for a in (local, remote)
         ]
         assert responses[0] == responses[1]
         for algorithm in (local, remote):
@@ -245,7 +245,12 @@ def test_a_run_whose_rollouts_are_all_void_stops_with_the_reason(make: Make, toy
         ({"group_sise": 4}, "unknown key 'group_sise'. Did you mean 'group_size'"),
         ({"group_size": 1}, "group_size.*greater than or equal to 2; found 1"),
         ({"group_size": 0}, "group_size"),
-        ({"rollout_strategy": "rr"}, "rollout_strategy.*'fof'; found 'rr'"),
+        ({"rollout_strategy": "foff"}, "rollout_strategy.*Did you mean 'fof'"),
+        ({"rollout_strategy": "rr", "fork_probs": [0.5, 0.1, 0.1]}, "fork_probs: expected a sum of 1, found 0.7"),
+        ({"rollout_strategy": "rr", "fork_probs": [1.5, -0.5, 0]}, "fork_probs: expected no number below 0"),
+        ({"rollout_strategy": "fork_counts"}, "fork_counts.*found None"),
+        ({"rollout_strategy": "fork_counts", "fork_counts": [1, 1, 1]}, "one of them at least 2"),
+        ({"group_key": "tests.toys:nothing"}, "group_key.*cannot be imported"),
         ({"engine": "vllm"}, "engine"),
         ({"dtype": "float16"}, "dtype"),
         ({"temperature": 0}, "temperature"),
@@ -266,6 +271,9 @@ def test_bad_configuration_is_refused_before_anything_starts(changes: dict[str, 
     [
         ({"questions_per_iteration": 9}, "at most the 8 questions"),
         ({"max_response_tokens": {"rewriter": 3}}, r"no number for \['reranker', 'answerer'\]"),
+        ({"rollout_strategy": "rr", "fork_probs": [0.5, 0.5]}, "fork_probs: expected 3 numbers"),
+        ({"rollout_strategy": "fork_counts", "fork_counts": [2, 1]}, "fork_counts: expected 3 numbers"),
+        ({"train_agents": ["rewritter"]}, "train_agents: expected some of.*rewritter"),
         ({"env": "serch"}, "serch.*Did you mean 'search'"),
         ({"max_prompt_tokens": 2000}, "1024"),
     ],
@@ -284,7 +292,7 @@ def test_unknown_environment_keys_are_refused(make: Make, toy_questions_file: Pa
 
 def test_response_limits_by_agent(make: Make) -> None:
     algorithm = make(max_response_tokens={"rewriter": 2, "reranker": 3, "answerer": 4})
-    trees, _ = algorithm._sample_trees()
+    trees = algorithm.sample_trees()
     longest = {a: max(len(g.response) for t in trees for g in t.generations if g.agent == a) for a in algorithm.agents}
     assert longest == {"rewriter": 2, "reranker": 3, "answerer": 4}
 
@@ -295,7 +303,7 @@ def test_a_response_limit_is_lowered_to_what_the_model_has_room_for(make: Make, 
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 64}))
     algorithm = make(llm=str(folder), max_prompt_tokens=60, max_response_tokens=60, evaluation_interval=None)
-    trees, _ = algorithm._sample_trees()
+    trees = algorithm.sample_trees()
     for generation in (g for tree in trees for g in tree.generations):
         assert len(generation.prompt) + len(generation.response) <= 64
 

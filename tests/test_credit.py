@@ -6,7 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from rllib_mhgpo.credit import group_advantages, heights, propagate, token_weights
+from rllib_mhgpo.credit import (
+    group_advantages,
+    group_similarity,
+    heights,
+    propagate,
+    regroup_singletons,
+    token_weights,
+)
 
 
 def edges(*pairs: tuple[int, int]) -> np.ndarray:
@@ -190,3 +197,48 @@ def test_what_carries_no_loss_is_not_counted() -> None:
 def test_weights_of_a_mean_sum_to_one(aggregation: str, rows: list[tuple[int, int]]) -> None:
     agents, lengths = np.array([a for a, _ in rows]), np.array([n for _, n in rows])
     assert (token_weights(agents, lengths, aggregation) * lengths).sum() == pytest.approx(1)
+
+
+def test_singletons_are_pooled_by_agent_in_chunks() -> None:
+    """Agent 0 has five singletons, G = 2: chunks of 2, 2 and 1, and the last one joins: 2 and 3; agent 1 has one."""
+    groups = np.array([10, 11, 12, 13, 14, 20, 30, 30])
+    pools = np.array([0, 0, 0, 0, 0, 1, 2, 2])
+    new = regroup_singletons(groups, pools, 2, np.random.default_rng(0))
+    assert sorted(np.unique(new[:5], return_counts=True)[1].tolist()) == [2, 3]
+    assert new[5] not in [*new[:5], *new[6:]]
+    assert new[6] == new[7] not in new[:6]
+    other = regroup_singletons(groups, pools, 2, np.random.default_rng(1))
+    assert new[:5].tolist() != other[:5].tolist()
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), min_size=1, max_size=40), st.integers(2, 5), st.integers(0, 9))
+def test_regrouping_keeps_groups_apart_and_leaves_at_most_one_alone(rows: list[tuple[int, int]], size: int, seed: int) -> None:
+    pools = np.array([p for _, p in rows])
+    groups = np.array([10 * p + g for g, p in rows])
+    new = regroup_singletons(groups, pools, size, np.random.default_rng(seed))
+    sizes = {g: int((groups == g).sum()) for g in groups.tolist()}
+    for g in groups.tolist():
+        if sizes[g] > 1:
+            assert len(set(new[groups == g].tolist())) == 1
+            assert set(groups[new == new[groups == g][0]].tolist()) == {g}
+    for p in np.unique(pools):
+        alone = new[(pools == p) & np.array([sizes[g] == 1 for g in groups.tolist()])]
+        counts = np.unique(alone, return_counts=True)[1]
+        assert len(alone) == 1 or all(2 <= c <= size + 1 for c in counts)
+        assert not set(alone.tolist()) & set(new[pools != p].tolist())
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.sets(st.integers(0, 8), min_size=1)), min_size=1, max_size=15))
+def test_similarity_is_the_mean_over_pairs(responses: list[tuple[int, set[int]]]) -> None:
+    """By brute force: over all ordered pairs of a group, common tokens against own tokens."""
+    groups = np.array([g for g, _ in responses])
+    tokens = np.array([t for _, held in responses for t in held])
+    rows = np.array([i for i, (_, held) in enumerate(responses) for _ in held])
+    for group, value in zip(np.unique(groups), group_similarity(tokens, rows, groups), strict=True):
+        members = [held for g, held in responses if g == group]
+        pairs = [(a, b) for i, a in enumerate(members) for j, b in enumerate(members) if i != j]
+        if not pairs:
+            assert np.isnan(value)
+            continue
+        assert value == pytest.approx(sum(len(a & b) for a, b in pairs) / sum(len(a) for a, _ in pairs))
+        assert (value == 1) == all(m == members[0] for m in members)

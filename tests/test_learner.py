@@ -169,7 +169,7 @@ def test_the_ratio_moves_when_the_weights_do(folder: Path) -> None:
     """Identity 5: recorded log-probabilities of the policy itself give ratio 1, those of a perturbed one do not."""
     learner = make_learner(folder)
     batch = make_batch()
-    recorded = [learner.forward(batch, np.array([i])).logp[0].detach().numpy() for i in range(len(batch))]
+    recorded = [learner.forward(batch, np.array([i]), batch.logprobs).logp[0].detach().numpy() for i in range(len(batch))]
     fresh = make_batch(logprobs=recorded)
     result = update(learner, fresh)["per_generation"]
     assert result["ratio_max"] == pytest.approx(np.ones(len(LENGTHS)), abs=1e-4)

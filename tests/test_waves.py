@@ -9,7 +9,7 @@ import pytest
 from rllib_mhgpo.credit import group_advantages, propagate
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
 from rllib_mhgpo.errors import RolloutError
-from rllib_mhgpo.sampling import ForkOnFirst, Visit, deal_roots
+from rllib_mhgpo.sampling import ForkOnFirst, Options, Visit, deal_roots
 from rllib_mhgpo.spaces import TokenSequence
 from rllib_mhgpo.tree import RolloutTree, flatten
 from rllib_mhgpo.waves import Play, play, split_rewards
@@ -49,7 +49,7 @@ class Relay(TokenEnv):
 
 
 def how(group_size: int = 4, **changes: Any) -> Play:
-    return Play(**{"strategy": ForkOnFirst(group_size), "temperature": 1.0, "max_tokens": 8, "seed": (0, 0), **changes})
+    return Play(**{"strategy": ForkOnFirst(Options(group_size, 3)), "temperature": 1.0, "max_tokens": 8, "seed": (0, 0), **changes})
 
 
 def roll(env: Any, script: Any, roots: Sequence[int] = (0,), **changes: Any) -> list[RolloutTree]:

@@ -52,6 +52,12 @@ class LLMConfig(AlgorithmConfig):
         bool | dict[str, float], Field(description="true: the environment's, false: none, or a value by role")
     ] = True
     kl_beta: Annotated[float, Field(ge=0, description="weight of the KL term; 0 holds no reference model")] = 0.001
+    reference_refresh: Annotated[
+        int, Field(ge=0, description="iterations after which the policy becomes its own reference; 0: never")
+    ] = 0
+    rollout_is_cap: Annotated[
+        float | None, Field(gt=0, description="cap of the importance weight of learner over engine, off when null")
+    ] = None
     clip_low: Annotated[float, Field(ge=0, lt=1, description="lower clip bound")] = 0.2
     clip_high: Annotated[float, Field(ge=0, description="upper clip bound")] = 0.2
 

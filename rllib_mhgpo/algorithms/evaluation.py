@@ -16,7 +16,7 @@ from rllib_mhgpo.algorithms.registration import resolve_algorithm
 from rllib_mhgpo.engines import HFEngine
 from rllib_mhgpo.errors import CheckpointError, ConfigError
 from rllib_mhgpo.llms import context_length, eos_ids, load_model, load_tokenizer
-from rllib_mhgpo.sampling import ForkOnFirst
+from rllib_mhgpo.sampling import ONE_TRAJECTORY
 from rllib_mhgpo.tree import RolloutTree
 from rllib_mhgpo.waves import Play, play
 
@@ -40,7 +40,7 @@ class System:
         A record is the environment's summary with ``scores``; a voided rollout's has ``void`` and no scores.
         """
         how = Play(
-            ForkOnFirst(1), temperature, self.config.max_response_tokens, (seed,), split,
+            ONE_TRAJECTORY, temperature, self.config.max_response_tokens, (seed,), split,
             keep_records=True, context=self.context,
         )  # fmt: skip
         for roots in self.waves(split, limit, wave):

@@ -22,7 +22,7 @@ from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.errors import ConfigError, MHGPOError
 from rllib_mhgpo.learner import TrainBatch
 from rllib_mhgpo.runner import LLMEnvRunner, Rollouts
-from rllib_mhgpo.sampling import ForkOnFirst, Strategy, deal_roots
+from rllib_mhgpo.sampling import ONE_TRAJECTORY, Strategy, deal_roots
 from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
 from rllib_mhgpo.waves import Play
 
@@ -48,6 +48,33 @@ class LLMAlgorithm(Algorithm):
         """Returns the update batch with every denominator in it."""
         raise NotImplementedError
 
+    def sample_trees(self) -> list[RolloutTree]:
+        """Samples this iteration's trees, one a root."""
+        roots = deal_roots(self.run_seed, self.iteration, self.config.questions_per_iteration, self.num_roots)
+        trees = self.roll_out(roots)
+        if not any(tree.generations for tree in trees):
+            raise MHGPOError(
+                f"iteration {self.iteration + 1}: every rollout was voided; the first: "
+                f"{next(reason for tree in trees for reason in tree.void)}"
+            )
+        return trees
+
+    def check_agents(self) -> None:
+        """Refuses keys that do not fit the environment's agents."""
+        limits = self.config.max_response_tokens
+        missing = [] if isinstance(limits, int) else [agent for agent in self.agents if agent not in limits]
+        if missing:
+            raise ConfigError(f"config: max_response_tokens: no number for {missing}; agents: {self.agents}.")
+
+    def roll_out(self, roots: Sequence[int]) -> list[RolloutTree]:
+        """Plays training roots by this iteration's strategy on all runners; returns their trees, in order."""
+        parts = self._roll_out(roots, self._play(self.strategy(), self.config.temperature, "train"))
+        for phase in ("generate", "step", "retrieve"):
+            longest = max(part.seconds.get(phase, 0.0) for part in parts)
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + longest
+        trees = {tree.root: tree for part in parts for tree in part.trees}
+        return [trees[root] for root in roots]
+
     # --- RLlib's life of an algorithm ----------------------------------------------------------------------------
 
     def setup(self, config: Any) -> None:
@@ -59,6 +86,7 @@ class LLMAlgorithm(Algorithm):
         facts = self._first_runner(lambda r: (list(r.env.possible_agents), r.num_roots("train"), r.num_roots("dev")))
         self.agents, self.num_roots, self.num_dev_roots = facts
         self._check_roots()
+        self.check_agents()
         self._dev: dict[str, float] = {}
         self._dev_start: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
@@ -70,7 +98,8 @@ class LLMAlgorithm(Algorithm):
             self._dev_start = self.evaluate()
         self._seconds = {}
         started = time.perf_counter()
-        trees, sampling = self._sample_trees()
+        with self._clock("sample"):
+            trees = self.sample_trees()
         with self._clock("credit"):
             flat = flatten(trees, self.agents)
             credit = self.assign_credit(flat)
@@ -82,7 +111,7 @@ class LLMAlgorithm(Algorithm):
         with self._clock("sync"):
             if not self.config.shares_module:
                 self.env_runner_group.sync_weights(from_worker_or_learner_group=self.learner_group)
-        seconds = {**sampling, **self._seconds, "total": time.perf_counter() - started}
+        seconds = {**self._seconds, "total": time.perf_counter() - started}
         self._iteration_results = results.summarise(trees, flat, credit, batch, update, self.agents, seconds)
 
     def step(self) -> dict[str, Any]:
@@ -102,7 +131,7 @@ class LLMAlgorithm(Algorithm):
             return {}
         with self._clock("evaluate"):
             count = min(self.num_dev_roots, self.config.evaluation_questions or self.num_dev_roots)
-            how = self._play(ForkOnFirst(1), temperature=0.0, split="dev")
+            how = self._play(ONE_TRAJECTORY, temperature=0.0, split="dev")
             trees = [tree for rollouts in self._roll_out(range(count), how) for tree in rollouts.trees]
         updates = self.iteration + 1 if self._dev_start else 0
         self._dev = {**results.mean_scores(trees, divisor=count), "iteration": updates, "questions": count}
@@ -136,23 +165,6 @@ class LLMAlgorithm(Algorithm):
         return whole_or_absent(super().save_to_path, path, **kwargs)
 
     # --- inside --------------------------------------------------------------------------------------------------
-
-    def _sample_trees(self) -> tuple[list[RolloutTree], dict[str, float]]:
-        roots = deal_roots(self.run_seed, self.iteration, self.config.questions_per_iteration, self.num_roots)
-        how = self._play(self.strategy(), self.config.temperature, "train")
-        with self._clock("sample"):
-            parts = self._roll_out(roots, how)
-        trees = {tree.root: tree for part in parts for tree in part.trees}
-        seconds = {
-            name: max(part.seconds.get(name, 0.0) for part in parts) for name in ("generate", "step", "retrieve")
-        }
-        ordered = [trees[root] for root in roots]
-        if not any(tree.generations for tree in ordered):
-            raise MHGPOError(
-                f"iteration {self.iteration + 1}: every rollout was voided; the first: "
-                f"{next(reason for tree in ordered for reason in tree.void)}"
-            )
-        return ordered, seconds
 
     def _play(self, strategy: Strategy, temperature: float, split: str) -> Play:
         return Play(
@@ -189,10 +201,6 @@ class LLMAlgorithm(Algorithm):
                 f"config: questions_per_iteration: expected at most the {self.num_roots} questions of the training "
                 f"set, found {wanted}."
             )
-        limits = self.config.max_response_tokens
-        missing = [] if isinstance(limits, int) else [agent for agent in self.agents if agent not in limits]
-        if missing:
-            raise ConfigError(f"config: max_response_tokens: no number for {missing}; agents: {self.agents}.")
 
     def _timesteps(self, generations: int) -> dict[str, Any]:
         key = (ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME)

@@ -26,6 +26,24 @@ def load(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
+def import_named(key: str, name: str, table: Mapping[str, Any]) -> Any:
+    """Returns ``table[name]``, or what ``module:name`` names.
+
+    Raises:
+        ConfigError: neither; ``key`` says which key of the configuration is wrong.
+    """
+    if name in table:
+        return table[name]
+    if ":" not in name:
+        raise ConfigError(
+            f"config: {key}: expected one of {', '.join(table)} or module:name, found {name!r}." + did_you_mean(name, table)
+        )
+    try:
+        return load(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"config: {key}: {name!r} cannot be imported: {error}.") from error
+
+
 def create_environment(path: str, config: Mapping[str, Any]) -> Any:
     """Builds the environment that ``module:name`` names with ``config`` as its keyword arguments."""
     return build(load(path), {}, config)

@@ -62,7 +62,8 @@ class LLMRLModule(TorchRLModule):
         """Log-probabilities of responses; the head runs on response positions only.
 
         Args:
-            batch: a :class:`rllib_mhgpo.packing.Rectangle` as tensors, by its fields.
+            batch: a :class:`rllib_mhgpo.packing.Rectangle` as tensors, by its fields; ``entropy_grad`` keeps the
+                gradient of the entropy.
 
         Returns:
             ``logp`` and ``entropy``, (B, R); columns past a response's end are meaningless.
@@ -140,5 +141,5 @@ def response_logprobs(
             logits_to_keep=keep,
             use_cache=False,
         ).logits
-    logp, entropy = token_logprobs(logits, tokens[:, width:], temperature)
+    logp, entropy = token_logprobs(logits, tokens[:, width:], temperature, bool(batch.get("entropy_grad", False)))
     return {"logp": logp, "entropy": entropy}
