@@ -28,8 +28,8 @@ from rllib_mhgpo.envs.minipedia.tokenizer import build_tokenizer
 from rllib_mhgpo.retrieval import build_retriever
 
 log = logging.getLogger(__name__)
-Lesson = tuple[Ids, int]
-"""Token ids of prompt and response, and where the response starts."""
+Lesson = tuple[Ids, Ids]
+"""Token ids of a prompt and its responses, one after the other, and the segment of each: 0 the prompt, 1.. a response."""
 
 
 @dataclass(frozen=True)
@@ -40,31 +40,33 @@ class Recipe:
         seed: of everything.
         steps: optimiser steps.
         episodes: lessons made before the first step, each shown under many namings.
-        batch: lessons of each role in a step.
+        batch: prompts of each role in a step, each with four responses.
         lr: peak learning rate; it rises for ``warmup`` steps, then falls to a tenth along a cosine.
         short: steps during which only ``short_pages`` pages are shown.
     """
 
     seed: int = 0
-    steps: int = 2000
-    episodes: int = 6000
-    batch: int = 16
+    steps: int = 1200
+    episodes: int = 3000
+    batch: int = 12
     lr: float = 2e-3
     warmup: int = 50
-    short: int = 200
+    short: int = 400
     short_pages: int = 4
 
 
-def make_lessons(teacher: Teacher, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, limit: int) -> dict[str, list[Lesson]]:
+def make_lessons(
+    teacher: Teacher, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, limit: int
+) -> dict[str, list[Lesson]]:
     """Plays ``episodes`` train questions and encodes them, by role."""
     draw, asked = Random(recipe.seed), questions("train")
     lessons: dict[str, list[Lesson]] = {agent: [] for agent in AGENTS}
     for number in range(recipe.episodes):
         played = teacher.play(draw, asked[number % len(asked)], limit)
-        for agent, (prompt, response) in played.items():
-            start = tokenizer.encode(prompt)
-            ids = [*start, *tokenizer.encode(response), tokenizer.eos_token_id]
-            lessons[agent].append((np.array(ids), len(start)))
+        for agent, (prompt, responses) in played.items():
+            parts = [tokenizer.encode(prompt), *([*tokenizer.encode(r), tokenizer.eos_token_id] for r in responses)]
+            segments = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+            lessons[agent].append((np.concatenate(parts), segments))
     return lessons
 
 
@@ -73,22 +75,45 @@ def batches(lessons: dict[str, list[Lesson]], renaming: Renaming, recipe: Recipe
     draw = np.random.default_rng(recipe.seed)
     while True:
         yield [
-            [(renaming(draw, ids), start) for ids, start in (role[i] for i in draw.integers(len(role), size=recipe.batch))]
+            [
+                (renaming(draw, ids), parts)
+                for ids, parts in (role[i] for i in draw.integers(len(role), size=recipe.batch))
+            ]
             for role in lessons.values()
         ]
 
 
 def response_loss(model: LlamaForCausalLM, lessons: Sequence[Lesson], pad: int) -> Tensor:
-    """Mean cross-entropy of the responses' tokens; rows are padded on the right."""
+    """Mean cross-entropy of the responses' tokens; the responses to a prompt share it in one row."""
     length = max(len(ids) for ids, _ in lessons)
     rows = torch.full((len(lessons), length), pad)
-    wanted = torch.zeros(len(lessons), length, dtype=torch.bool)
-    for row, (ids, start) in enumerate(lessons):
+    segments = torch.full((len(lessons), length), -1)
+    for row, (ids, parts) in enumerate(lessons):
         rows[row, : len(ids)] = torch.from_numpy(ids)
-        wanted[row, start : len(ids)] = True
-    hidden = model.model(input_ids=rows[:, :-1]).last_hidden_state
-    logits = model.lm_head(hidden[wanted[:, 1:]])
-    return cross_entropy(logits, rows[:, 1:][wanted[:, 1:]])
+        segments[row, : len(ids)] = torch.from_numpy(parts)
+    seen, positions, before = layout(segments)
+    hidden = model.model(rows, attention_mask=seen[:, None], position_ids=positions).last_hidden_state
+    row, place = (segments > 0).nonzero(as_tuple=True)
+    return cross_entropy(model.lm_head(hidden[row, before[row, place]]), rows[row, place])
+
+
+def layout(segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what each token of (B, T) sees (B, T, T), its position, and the place of the token before it (B, T).
+
+    A response sees the prompt and itself, and goes on where the prompt ends.
+
+    >>> [value.tolist() for value in layout(torch.tensor([[0, 0, 1, 1, 2]]))[1:]]
+    [[[0, 1, 2, 3, 2]], [[-1, 0, 1, 2, 1]]]
+    """
+    length = segments.shape[1]
+    own = segments[:, :, None] == segments[:, None, :]
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    seen = (own | (segments[:, None, :] == 0)) & causal
+    positions = seen.sum(2) - 1
+    first = (own & causal).sum(2) == 1
+    prompt_end = (segments == 0).sum(1, keepdim=True) - 1
+    before = torch.where(first & (segments > 0), prompt_end, torch.arange(length) - 1)
+    return seen, positions, before
 
 
 def learning_rate(step: int, recipe: Recipe) -> float:
@@ -97,7 +122,7 @@ def learning_rate(step: int, recipe: Recipe) -> float:
     return recipe.lr * min(1.0, (step + 1) / recipe.warmup) * (0.55 + 0.45 * float(np.cos(np.pi * min(1.0, done))))
 
 
-def train(out: Path, recipe: Recipe, every: int = 200) -> None:
+def train(out: Path, recipe: Recipe, every: int = 400) -> None:
     """Trains and saves; every ``every`` steps the policy is measured, saved and a line goes to ``build.jsonl``."""
     seen, search = train_corpus(), build_retriever(corpus()).search
     teacher = Teacher(build_retriever(seen).search, {page.title: page for page in seen})
@@ -114,7 +139,7 @@ def train(out: Path, recipe: Recipe, every: int = 200) -> None:
             group["lr"] = learning_rate(step, recipe)
         losses = [response_loss(model, role, tokenizer.pad_token_id) for role in next(streams[step >= recipe.short])]
         optimiser.zero_grad()
-        torch.stack(losses).sum().backward()
+        torch.autograd.backward(losses)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         if step % 50 == 0:
@@ -124,10 +149,12 @@ def train(out: Path, recipe: Recipe, every: int = 200) -> None:
             measure(out, model, tokenizer, search, {"step": step + 1, "seconds": round(time.monotonic() - begun)})
 
 
-def measure(out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, search: Any, line: dict[str, Any]) -> None:
-    """Appends the policy's figures on 200 dev questions, which the training never sees, to the log that ships."""
+def measure(
+    out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, search: Any, line: dict[str, Any]
+) -> None:
+    """Appends the policy's figures on 100 dev questions, which the training never sees, to the log that ships."""
     model.eval()
-    figures = report(questions("dev")[:200], search, writer(model, tokenizer), writer(model, tokenizer, 1.0))
+    figures = report(questions("dev")[:100], search, writer(model, tokenizer), writer(model, tokenizer, 1.0))
     model.train()
     line |= {name: round(value, 3) for name, value in figures.items()}
     with (out / "build.jsonl").open("a") as file:

@@ -16,13 +16,13 @@ def parse_named_ids(text: str, passages: Sequence[Passage]) -> tuple[list[int], 
     """Reads names, each followed by the number of its page; an empty text is a legal empty choice.
 
     >>> pages = [Passage(7, "Iron Crown (ship)", "a"), Passage(9, "Ada Abel", "b")]
-    >>> parse_named_ids("Iron Crown (ship) 0 Ada Abel 1", pages)
+    >>> parse_named_ids("Iron Crown (ship) #0 Ada Abel #1", pages)
     ([0, 1], True)
-    >>> parse_named_ids("Iron Crown 0 Ada Abel 5", pages)
+    >>> parse_named_ids("Iron Crown #0 Ada Abel #5", pages)
     ([0], False)
     """
-    found = [int(digits) for digits in re.findall(r"(?<!\w)\d{1,6}(?!\w)", text)]
-    matches = re.fullmatch(r"\s*([^\d\s]\D*\s\d+\s*)*", text) is not None
+    found = [int(digits) for digits in re.findall(r"#(\d{1,6})(?!\w)", text)]
+    matches = re.fullmatch(r"\s*([^\d\s#][^\d#]*#\d+\s*)*", text) is not None
     return chosen(found, len(passages), matches)
 
 
@@ -30,7 +30,7 @@ ROLES = {
     "rewriter": Role(template="{question}\nqueries:", parser="queries"),
     "reranker": Role(
         template="{passages}\n{question}\n{queries}\npages:",
-        passage="{title} {id} {text}",
+        passage="{title} #{id} {text}",
         parser="rllib_mhgpo.envs.minipedia.forms:parse_named_ids",
     ),
     "answerer": Role(template="{passages}\n{question}\nanswer:", passage="{title}: {text}", parser="answer"),

@@ -1,8 +1,9 @@
 """What the base policy is shown: train questions, answered by a teacher with sloppy habits.
 
-No dev or test title is in it. Two ideas. The teacher knows what is right but often does something else (too few queries,
-the question's own words, random picks, wordy answers), so that reinforcement finds better and worse behaviour to tell
-apart. And a lesson is shown under a new naming each time (see :class:`Renaming`), so that reading is learned and no fact.
+No dev or test title is in it. Two ideas. The teacher knows what is right but often does something else (too few
+queries, the question's own words, random picks, wordy answers), so that reinforcement finds better and worse behaviour
+to tell apart. And a lesson is shown under a new naming each time (see :class:`Renaming`), so that reading is learned
+and no fact is.
 """
 
 import re
@@ -18,7 +19,7 @@ from rllib_mhgpo.data import Corpus, Passage, Question
 from rllib_mhgpo.envs.minipedia import corpus
 from rllib_mhgpo.envs.minipedia.forms import ROLES
 from rllib_mhgpo.envs.minipedia.perfect import NAMED, bare, works_asked
-from rllib_mhgpo.envs.minipedia.tokenizer import CLASSES
+from rllib_mhgpo.envs.minipedia.tokenizer import CLASSES, NUMBERS
 from rllib_mhgpo.envs.minipedia.world import split_titles
 
 Search = Callable[[Sequence[str], int], list[list[Passage]]]
@@ -43,7 +44,7 @@ class Habits:
 SLOPPY = Habits(
     bridge_queries={"right": 0.2, "page only": 0.35, "own words": 0.25, "own words twice": 0.2},
     comparison_queries={"right": 0.2, "first only": 0.25, "own words": 0.4, "own words once": 0.15},
-    picks={"right": 0.4, "one": 0.2, "random": 0.25, "more": 0.15},
+    picks={"right": 0.45, "one": 0.2, "random": 0.2, "more": 0.15},
     answers={"{}": 0.3, "It is {}": 0.45, "I think it is {}": 0.1, "wrong": 0.15},
 )
 
@@ -74,7 +75,7 @@ def sloppy_picks(draw: Random, needed: Sequence[str], passages: Sequence[Passage
         picked = draw.sample(list(numbers), draw.randint(1, min(3, len(numbers))))
     else:
         picked = {"right": right, "one": right[:1], "more": right + others[: draw.randint(1, 2)]}[habit]
-    return " ".join(f"{title} {numbers[title]}" for title in picked)
+    return " ".join(f"{title} #{numbers[title]}" for title in picked)
 
 
 def sloppy_answer(draw: Random, question: Question, passages: Sequence[Passage], habits: Habits) -> str:
@@ -117,25 +118,23 @@ class Teacher:
     pages: Mapping[str, Passage]
     habits: Habits = SLOPPY
 
-    def play(self, draw: Random, question: Question, limit: int) -> dict[str, tuple[str, str]]:
-        """Plays one episode with at most ``limit`` pages shown; returns (prompt, response) of each role."""
-        queries = sloppy_queries(draw, question.question, self.habits)
-        lines = queries.split("\n")
-        needed = [title for title, _ in question.supporting]
+    def play(self, draw: Random, question: Question, limit: int, count: int = 4) -> dict[str, tuple[str, list[str]]]:
+        """Plays one episode with at most ``limit`` pages shown; returns each role's prompt and ``count`` responses."""
+        asked, needed = question.question, [title for title, _ in question.supporting]
+        queries = [sloppy_queries(draw, asked, self.habits) for _ in range(count)]
+        lines = queries[0].split("\n")
         shown = self.shown(draw, lines, needed, limit)
-        picks = sloppy_picks(draw, needed, shown, self.habits)
-        read = [shown[number] for number in ROLES["reranker"].parse(picks, shown)[0]]
+        picks = [sloppy_picks(draw, needed, shown, self.habits) for _ in range(count)]
+        read = [shown[number] for number in ROLES["reranker"].parse(picks[0], shown)[0]]
         if draw.random() < 0.5:  # questions that can be answered have to be frequent
             read = [self.pages[title] for title in needed]
+        answers = [sloppy_answer(draw, question, read, self.habits) for _ in range(count)]
         lessons = {
-            "rewriter": (ROLES["rewriter"].messages(question.question), queries),
-            "reranker": (ROLES["reranker"].messages(question.question, lines, shown), picks),
-            "answerer": (
-                ROLES["answerer"].messages(question.question, (), read),
-                sloppy_answer(draw, question, read, self.habits),
-            ),
+            "rewriter": (ROLES["rewriter"].messages(asked), queries),
+            "reranker": (ROLES["reranker"].messages(asked, lines, shown), picks),
+            "answerer": (ROLES["answerer"].messages(asked, (), read), answers),
         }
-        return {agent: (messages[0]["content"], response) for agent, (messages, response) in lessons.items()}
+        return {agent: (messages[0]["content"], responses) for agent, (messages, responses) in lessons.items()}
 
     def shown(self, draw: Random, queries: list[str], needed: Sequence[str], limit: int) -> list[Passage]:
         """Retrieves; keeps ``limit`` pages, the needed ones among them; shuffles every other time."""
@@ -153,14 +152,15 @@ class Teacher:
 class Renaming:
     """Renames the words of a lesson within their classes, at random; years keep their order, so comparisons stay true.
 
-    Works on token ids. Never makes a title of the dev or test split.
+    Works on token ids. The pages' numbers are renamed too, so that they have to be read rather than counted. Never makes a
+    title of the dev or test split.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         ids = {name: np.array(tokenizer.convert_tokens_to_ids(list(members))) for name, members in CLASSES.items()}
         self.size = len(tokenizer)
         self.ordered = [ids.pop("born"), ids.pop("year")]
-        self.shuffled = list(ids.values())
+        self.shuffled = [*ids.values(), np.array(tokenizer.convert_tokens_to_ids(list(NUMBERS)))]
         self.banned = np.zeros((self.size, self.size), bool)
         titles = split_titles()
         for title in titles["dev"] + titles["test"]:

@@ -40,7 +40,7 @@ def rerank(question: str, queries: Sequence[str], passages: Sequence[Passage]) -
     wanted = works_asked(question)
     if len(wanted) == 1 and wanted[0] in numbers:
         wanted.append(MADE.findall(passages[numbers[wanted[0]]].text)[0][0])
-    return " ".join(f"{title} {numbers[title]}" for title in wanted if title in numbers)
+    return " ".join(f"{title} #{numbers[title]}" for title in wanted if title in numbers)
 
 
 def answer(question: str, passages: Sequence[Passage]) -> str:
@@ -66,10 +66,9 @@ def bare(page_title: str) -> str:
 PERFECT: Policy = MappingProxyType({"rewriter": rewrite, "reranker": rerank, "answerer": answer})
 
 
-
 def first(question: str, queries: Sequence[str], passages: Sequence[Passage]) -> str:
     """Picks whatever was found first."""
-    return f"{passages[0].title} 0"
+    return f"{passages[0].title} #0"
 
 
 SHORTCUTS: Mapping[str, Policy] = MappingProxyType(

@@ -55,7 +55,10 @@ def play_all(questions: Sequence[Question], search: Search, write: Write, perfec
 
     def act(agent: str, fields: Sequence[tuple[object, ...]]) -> list[str]:
         if agent in perfect:
-            asked = [(q, *rest) if agent == "reranker" else (q, rest[-1]) if agent == "answerer" else (q,) for q, *rest in fields]
+            asked = [
+                (q, *rest) if agent == "reranker" else (q, rest[-1]) if agent == "answerer" else (q,)
+                for q, *rest in fields
+            ]
             return [PERFECT[agent](*arguments) for arguments in asked]
         return write([ROLES[agent].messages(*arguments)[0]["content"] for arguments in fields])  # type: ignore[arg-type]
 
@@ -85,7 +88,9 @@ def retrieve(search: Search, queries: Sequence[str]) -> list[Passage]:
     return list(dict.fromkeys(page for pages in hits for page in pages))
 
 
-def report(questions: Sequence[Question], search: Search, greedy: Write, sampled: Write, group: int = 4) -> Mapping[str, float]:
+def report(
+    questions: Sequence[Question], search: Search, greedy: Write, sampled: Write, group: int = 4
+) -> Mapping[str, float]:
     """Returns the figures that a base policy is judged by."""
     figures = {"greedy": fmean(e.f1 for e in play_all(questions, search, greedy))}
     for agent in AGENTS:

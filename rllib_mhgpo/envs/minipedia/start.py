@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 WIDTH, LAYERS, HEADS, HEAD = 128, 4, 4, 32
 THETA = 1e8  # rotations that are fast in five of the sixteen pairs (position) and almost still in the others (content)
@@ -73,8 +74,8 @@ def rows(head: int, start: int, count: int) -> slice:
     return slice(head * HEAD + start, head * HEAD + start + count)
 
 
-def look_behind(attention: torch.nn.Module, head: int, back: int) -> None:
-    """Lets a head attend ``back`` places back: the key is the constant, turned by so many steps of each fast rotation."""
+def look_behind(attention: LlamaAttention, head: int, back: int) -> None:
+    """Lets a head attend ``back`` places back: the key is a constant, turned by as many steps of each rotation."""
     gain = 1.4
     for pair in range(FAST):
         angle = back * THETA ** (-2 * pair / HEAD)
@@ -84,17 +85,19 @@ def look_behind(attention: torch.nn.Module, head: int, back: int) -> None:
         attention.k_proj.weight[second, ONE] = gain * math.sin(angle)
 
 
-def copy(attention: torch.nn.Module, head: int, code: Tensor, place: slice) -> None:
+def copy(attention: LlamaAttention, head: int, code: Tensor, place: slice) -> None:
     """Lets a head carry the code of the attended word to a place of the residual stream."""
     count = code.shape[0]
     attention.v_proj.weight[rows(head, 0, count), WORD] = code
     attention.o_proj.weight[place, rows(head, 0, count)] = torch.eye(count)
 
 
-def find(attention: torch.nn.Module, head: int, matches: list[tuple[Tensor | None, tuple[int, int], int | None]]) -> None:
+def find(
+    attention: LlamaAttention, head: int, matches: list[tuple[Tensor | None, tuple[int, int], int | None]]
+) -> None:
     """Lets a head attend where codes agree, on rotations that hardly turn.
 
-    Each match is (code of the own word or None, (first place, count) on the key's side, first place on the query's side).
+    Each match is (code of the own word or None, (first place, count) of the key, first place of the query).
     """
     still = [p + half for half in (0, HEAD // 2) for p in range(FAST, HEAD // 2)]
     gain = 1.6

@@ -41,7 +41,8 @@ def build_tokenizer(phrases: Iterable[str] = ()) -> PreTrainedTokenizerFast:
         [
             decoders.WordPiece(prefix="##", cleanup=True),
             decoders.Fuse(),
-            decoders.Replace(" :", ":"),  # WordPiece clean-up glues . , ? but not this
+            decoders.Replace(" :", ":"),  # WordPiece clean-up glues . , ? but not these
+            decoders.Replace("# ", "#"),
             decoders.Replace(Regex(" ?\n ?"), "\n"),
         ]
     )
@@ -55,6 +56,6 @@ def known_words(phrases: Iterable[str]) -> list[str]:
     named = [PAD, EOS, UNK, NEWLINE, *NUMBERS, *(word for members in CLASSES.values() for word in members)]
     texts = [f"{title} {' '.join(sentences)}" for title, sentences in build_world().pages]
     texts += [record["question"] for record in build_records("train")]
-    texts += [re.sub(r"\{\w+\}", "", role.template) for role in ROLES.values()]
+    texts += [re.sub(r"\{\w+\}", "", role.template + role.passage) for role in ROLES.values()]
     others = {word for text in [*texts, *SPOKEN.values(), *phrases, "yes no"] for word in re.findall(WORD, text)}
     return [*named, *sorted(others - set(named))]
