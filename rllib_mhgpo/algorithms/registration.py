@@ -13,7 +13,10 @@ from typing import Any
 from rllib_mhgpo.errors import ConfigError, did_you_mean
 
 ALGORITHMS = {"MHGPO": "rllib_mhgpo.algorithms.mhgpo:MHGPO"}
-ENVIRONMENTS = {"search": "rllib_mhgpo.envs.search:SearchEnv"}
+ENVIRONMENTS = {
+    "search": "rllib_mhgpo.envs.search:SearchEnv",
+    "parallel_search": "rllib_mhgpo.envs.parallel_search:ParallelSearchEnv",
+}
 
 
 def load(path: str) -> Any:

@@ -133,15 +133,19 @@ def load_parser(name: str) -> Callable[..., tuple[Any, bool]]:
     return parser  # type: ignore[no-any-return]
 
 
-def load_prompts(spec: str | Mapping[str, Any]) -> dict[str, Role]:
-    """Builds the roles from a set's name, or from ``{base: name, agent: {field: value}}`` that changes a set.
+def load_prompts(spec: str | Mapping[str, Any], kinds: Mapping[str, str]) -> dict[str, Role]:
+    """Builds the agents' roles from a set's name, or from ``{base: name, agent: {field: value}}`` that changes a set.
+
+    Args:
+        kinds: for each agent, which role of the set it plays.
 
     Raises:
         ConfigError: an unknown set, agent or field; the nearest right name is in the message.
     """
     changes = {} if isinstance(spec, str) else dict(spec)
     name = spec if isinstance(spec, str) else changes.pop("base", "hotpot")
-    roles = dict(prompt_set(name))
+    chosen_set = prompt_set(name)
+    roles = {agent: chosen_set[kind] for agent, kind in kinds.items()}
     for agent, change in changes.items():
         if agent not in roles:
             raise ConfigError(f"env_config.prompts: no agent {agent!r}; agents: {', '.join(roles)}." + did_you_mean(agent, roles))

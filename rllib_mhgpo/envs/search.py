@@ -18,7 +18,11 @@ from rllib_mhgpo.errors import ConfigError, RolloutError, did_you_mean
 from rllib_mhgpo.metrics import load_reward, score_answer
 from rllib_mhgpo.retrieval import Retriever, build_retriever
 
+Outcome = tuple[bool, dict[str, float]]
+"""Whether an output was legal, and what is measured of it."""
+
 PENALTIES = {"rewriter": -0.5, "reranker": -1.0, "answerer": -1.0}
+"""By kind of role, where its output is illegal."""
 
 
 class SearchEnv(TokenEnv):
@@ -41,6 +45,8 @@ class SearchEnv(TokenEnv):
     shared: ClassVar[tuple[str, ...]] = (
         *TokenEnv.shared, "splits", "retriever", "roles", "reward_function", "penalties", "question", "passages"
     )  # fmt: skip
+    kinds: ClassVar[Mapping[str, str]] = {agent: agent for agent in AGENTS}
+    """What kind of role each agent plays, in the order in which they act."""
 
     def __init__(
         self,
@@ -56,9 +62,9 @@ class SearchEnv(TokenEnv):
         max_prompt_tokens: int = 1024,
         max_response_tokens: int = 128,
     ) -> None:
-        self.roles = load_prompts(prompts)
+        self.roles = load_prompts(prompts, self.kinds)
         self.reward_function = load_reward(reward)
-        self.penalties = load_penalties(penalties)
+        self.penalties = load_penalties(penalties, self.kinds)
         self.top_k = top_k
         own_passages = corpus is None
         self.splits = {"train": _load_questions(questions, own_passages)}
@@ -67,7 +73,7 @@ class SearchEnv(TokenEnv):
         if not isinstance(retriever, Retriever):
             retriever = build_retriever(_load_corpus(corpus, questions, self.splits), retriever)
         self.retriever = retriever
-        super().__init__(AGENTS, tokenizer, max_prompt_tokens, max_response_tokens)
+        super().__init__(list(self.kinds), tokenizer, max_prompt_tokens, max_response_tokens)
         self.timings["retrieve_s"] = 0.0
 
     def num_roots(self, split: str = "train") -> int:
@@ -85,48 +91,47 @@ class SearchEnv(TokenEnv):
         self.left_out = 0
 
     def next_agent(self) -> str | None:
-        """Rewriter, reranker, answerer, end."""
-        return AGENTS[len(self.outputs)] if len(self.outputs) < len(AGENTS) else None
+        """Each agent once, in the order of :attr:`kinds`."""
+        return next((agent for agent in self.kinds if agent not in self.outputs), None)
 
     def prompt(self, agent: str) -> Messages:
         """Renders the role's template; passages that do not fit are left out, the lowest-ranked first."""
-        role = self.roles[agent]
-        shown: Sequence[Passage] = () if agent == "rewriter" else self.passages
-        if agent == "answerer":
+        role, kind = self.roles[agent], self.kinds[agent]
+        shown: Sequence[Passage] = () if kind == "rewriter" else self.passages
+        if kind == "answerer":
             shown = [self.passages[position] for position in self.chosen]
+        queries = () if kind == "rewriter" else self.queries
 
         def render(kept: Sequence[Any]) -> Messages:
-            return role.messages(self.question.question, self.queries, kept)
+            return role.messages(self.question.question, queries, kept)
 
         messages, self.left_out = self.fit(render, shown)
-        if agent == "reranker" and self.left_out:
+        if kind == "reranker" and self.left_out:
             self.passages = self.passages[: len(self.passages) - self.left_out]
         return messages
 
     def act(self, agent: str, text: str) -> None:
         """Lets the role's output take effect; see :class:`SearchEnv` for the rewards."""
         self.outputs[agent] = text
-        legal = getattr(self, f"_{agent}")(text)
+        legal, numbers = getattr(self, f"_{self.kinds[agent]}")(agent, text)
         self.reward(agent, 0.0 if legal else self.penalties[agent])
-        self.measure(agent, illegal=float(not legal), passages_left_out=float(self.left_out))
-        if agent == AGENTS[-1]:
+        self.measure(agent, illegal=float(not legal), passages_left_out=float(self.left_out), **numbers)
+        if self.next_agent() is None:
             self.reward_all(self._earned())
             self.score(**score_answer(self.answer, self.question.answers))
 
-    def _rewriter(self, text: str) -> bool:
-        queries, legal = self.roles["rewriter"].parse(text)
-        self.measure("rewriter", queries=float(len(queries)), **self._recall(range(len(self.passages))))
-        return bool(legal)
+    def _rewriter(self, agent: str, text: str) -> Outcome:
+        """The search itself is in :meth:`prefetch`."""
+        queries, legal = self.roles[agent].parse(text)
+        return legal, {"queries": float(len(queries)), **self._recall(range(len(self.passages)))}
 
-    def _reranker(self, text: str) -> bool:
-        self.chosen, legal = self.roles["reranker"].parse(text, self.passages)
-        self.measure("reranker", documents=float(len(self.chosen)), **self._recall(self.chosen))
-        return bool(legal)
+    def _reranker(self, agent: str, text: str) -> Outcome:
+        self.chosen, legal = self.roles[agent].parse(text, self.passages)
+        return legal, {"documents": float(len(self.chosen)), **self._recall(self.chosen)}
 
-    def _answerer(self, text: str) -> bool:
-        self.answer, legal = self.roles["answerer"].parse(text)
-        self.measure("answerer", answer_words=float(len(self.answer.split())))
-        return bool(legal)
+    def _answerer(self, agent: str, text: str) -> Outcome:
+        self.answer, legal = self.roles[agent].parse(text)
+        return legal, {"answer_words": float(len(self.answer.split()))}
 
     def _recall(self, positions: Sequence[int]) -> dict[str, float]:
         """Share of the supporting titles among the passages at these positions, nothing where none are known."""
@@ -143,18 +148,29 @@ class SearchEnv(TokenEnv):
     @classmethod
     def prefetch(cls, envs: Sequence[Self], texts: Sequence[str]) -> None:
         """Retrieves for all rewriters of the wave in one call."""
-        waiting = [(env, text) for env, text in zip(envs, texts, strict=True) if env.agent_selection == "rewriter"]
-        for env, text in waiting:
-            env.queries = [query for query in env.roles["rewriter"].parse(text)[0] if query.strip()]
-            env.queries = env.queries or [env.question.question]
-        if not waiting:
+        asked = [
+            (env, env._asked(text))
+            for env, text in zip(envs, texts, strict=True)
+            if env.kinds[env.agent_selection] == "rewriter"
+        ]
+        if not asked:
             return
-        first = waiting[0][0]
+        first = asked[0][0]
         started = time.perf_counter()
-        found = iter(first.retriever.search([q for env, _ in waiting for q in env.queries], first.top_k))
+        found = iter(first.retriever.search([query for _, queries in asked for query in queries], first.top_k))
         first.timings["retrieve_s"] += time.perf_counter() - started
-        for env, _ in waiting:
-            env.passages = dealt([next(found) for _ in env.queries], env.top_k)
+        for env, queries in asked:
+            env.take(queries, [next(found) for _ in queries])
+
+    def _asked(self, text: str) -> list[str]:
+        """The queries of a rewrite; the question itself where it holds none."""
+        queries = [query for query in self.roles[self.agent_selection].parse(text)[0] if query.strip()]
+        return queries or [self.question.question]
+
+    def take(self, queries: list[str], found: Sequence[Sequence[Passage]]) -> None:
+        """Takes what was found for the acting rewriter's queries, best first for each."""
+        self.queries = queries
+        self.passages = dealt(found, self.top_k)
 
     def summary(self) -> dict[str, object]:
         """Returns question, outputs, passages, choice, answer, golds and scores."""
@@ -183,16 +199,17 @@ def dealt(found: Sequence[Sequence[Passage]], top_k: int) -> tuple[Passage, ...]
     return tuple(dict.fromkeys(p for passages, k in zip(found, places, strict=True) for p in passages[:k]))
 
 
-def load_penalties(penalties: bool | Mapping[str, float]) -> dict[str, float]:
-    """Returns the penalty of each role: the defaults, none, or the defaults with some values replaced."""
+def load_penalties(penalties: bool | Mapping[str, float], kinds: Mapping[str, str]) -> dict[str, float]:
+    """Returns the penalty of each agent: the defaults, none, or the defaults with some values replaced."""
+    defaults = {agent: PENALTIES[kind] * (penalties is not False) for agent, kind in kinds.items()}
     if isinstance(penalties, bool):
-        return {agent: value * penalties for agent, value in PENALTIES.items()}
+        return defaults
     for agent, value in penalties.items():
-        if agent not in PENALTIES:
-            raise ConfigError(f"penalties: no role {agent!r}; roles: {', '.join(PENALTIES)}." + did_you_mean(agent, PENALTIES))
+        if agent not in kinds:
+            raise ConfigError(f"penalties: no role {agent!r}; roles: {', '.join(kinds)}." + did_you_mean(agent, kinds))
         if not isinstance(value, int | float) or not value <= 0:
             raise ConfigError(f"penalties.{agent}: expected a number of at most 0, found {value!r}.")
-    return {**PENALTIES, **penalties}
+    return {**defaults, **penalties}
 
 
 def _load_questions(spec: str | Questions, require_context: bool) -> Questions:
