@@ -29,7 +29,7 @@ from rllib_mhgpo.retrieval import build_retriever
 
 log = logging.getLogger(__name__)
 Lesson = tuple[Ids, Ids]
-"""Token ids of a prompt and its responses, one after the other, and the segment of each: 0 the prompt, 1.. a response."""
+"""Token ids of a prompt and its responses, one after the other, and segments: 0 the prompt, 1.. responses."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Recipe:
     """
 
     seed: int = 0
-    steps: int = 1200
+    steps: int = 1600
     episodes: int = 3000
     batch: int = 12
     lr: float = 2e-3
@@ -93,8 +93,8 @@ def response_loss(model: LlamaForCausalLM, lessons: Sequence[Lesson], pad: int) 
         segments[row, : len(ids)] = torch.from_numpy(parts)
     seen, positions, before = layout(segments)
     hidden = model.model(rows, attention_mask=seen[:, None], position_ids=positions).last_hidden_state
-    row, place = (segments > 0).nonzero(as_tuple=True)
-    return cross_entropy(model.lm_head(hidden[row, before[row, place]]), rows[row, place])
+    batch, place = (segments > 0).nonzero(as_tuple=True)
+    return cross_entropy(model.lm_head(hidden[batch, before[batch, place]]), rows[batch, place])
 
 
 def layout(segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:

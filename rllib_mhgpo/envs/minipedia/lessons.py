@@ -44,8 +44,8 @@ class Habits:
 SLOPPY = Habits(
     bridge_queries={"right": 0.2, "page only": 0.35, "own words": 0.25, "own words twice": 0.2},
     comparison_queries={"right": 0.2, "first only": 0.25, "own words": 0.4, "own words once": 0.15},
-    picks={"right": 0.45, "one": 0.2, "random": 0.2, "more": 0.15},
-    answers={"{}": 0.3, "It is {}": 0.45, "I think it is {}": 0.1, "wrong": 0.15},
+    picks={"right": 0.4, "one": 0.2, "random": 0.2, "more": 0.2},
+    answers={"{}": 0.25, "It is {}": 0.5, "I think it is {}": 0.1, "wrong": 0.15},
 )
 
 
@@ -152,8 +152,8 @@ class Teacher:
 class Renaming:
     """Renames the words of a lesson within their classes, at random; years keep their order, so comparisons stay true.
 
-    Works on token ids. The pages' numbers are renamed too, so that they have to be read rather than counted. Never makes a
-    title of the dev or test split.
+    Works on token ids. The pages' numbers are renamed too, so that they have to be read rather than counted. Never
+    makes a title of the dev or test split.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -92,7 +92,10 @@ def report(
     questions: Sequence[Question], search: Search, greedy: Write, sampled: Write, group: int = 4
 ) -> Mapping[str, float]:
     """Returns the figures that a base policy is judged by."""
-    figures = {"greedy": fmean(e.f1 for e in play_all(questions, search, greedy))}
+    played = play_all(questions, search, greedy)
+    figures = {"greedy": fmean(e.f1 for e in played)}
+    for kind in ("bridge", "comparison"):
+        figures[f"greedy, {kind}"] = fmean(e.f1 for e, q in zip(played, questions, strict=True) if q.kind == kind)
     for agent in AGENTS:
         others = [other for other in AGENTS if other != agent]
         figures[f"greedy, only {agent} is the model"] = fmean(e.f1 for e in play_all(questions, search, greedy, others))
