@@ -10,7 +10,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from rllib_mhgpo.algorithms.registration import ENVIRONMENTS, register, resolve_algorithm
+from rllib_mhgpo.algorithms.registration import register, resolve_algorithm
 from rllib_mhgpo.cli.experiments import Experiment
 from rllib_mhgpo.errors import ConfigError, MHGPOError, did_you_mean
 
@@ -29,7 +29,6 @@ def check(name: str, experiment: Experiment) -> type:
     refuse_hidden_grids(experiment["config"], f"{name}: config")
     try:
         for config in variants(experiment["config"]):
-            check_environment(config.get("env"))
             check_config(algorithm, config)
     except MHGPOError as error:
         raise type(error)(f"{name}: {error}") from None
@@ -67,8 +66,8 @@ def _refuse_search(value: Any, place: str, owner: str) -> None:
 
 
 def check_environment(env: Any) -> None:
-    """Raises a ConfigError where no environment has this name; classes and no environment at all pass."""
-    if not isinstance(env, str) or env in ENVIRONMENTS:
+    """Raises a ConfigError where RLlib would find no environment; classes and no environment at all pass."""
+    if not isinstance(env, str):
         return
     import gymnasium
     from ray.tune.registry import ENV_CREATOR, _global_registry
@@ -78,10 +77,9 @@ def check_environment(env: Any) -> None:
     module, _, name = env.partition(":")
     if name and _imports(module, name):
         return
-    known = [*ENVIRONMENTS, *gymnasium.registry]
     raise ConfigError(
-        f"env: no environment {env!r}; expected {', '.join(ENVIRONMENTS)}, a Gymnasium id or `module:Class`."
-        + did_you_mean(env, known)
+        f"env: no environment {env!r}; expected a Gymnasium id or `module:Class`."
+        + did_you_mean(env, gymnasium.registry)
     )
 
 
@@ -105,6 +103,7 @@ def check_config(algorithm: type, config: Mapping[str, Any]) -> None:
     if hasattr(default, "check"):
         default.check(config)
         return
+    check_environment(config.get("env"))
     for key in config:
         if not _knows(default, key):
             raise ConfigError(

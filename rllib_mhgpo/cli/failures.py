@@ -36,7 +36,7 @@ def own_message(trace: str) -> str | None:
 def last_error(trace: str) -> str:
     """Returns the last line of a traceback's text that names an error and says something.
 
-    >>> last_error("ZeroDivisionError: division by zero\\n\\nThe above ...:\\n  raise RuntimeError from e\\nRuntimeError")
+    >>> last_error("ZeroDivisionError: division by zero\\n\\n...:\\n  raise RuntimeError from e\\nRuntimeError")
     'ZeroDivisionError: division by zero'
     """
     said = re.findall(r"^(?!ray\.exceptions\.RayTaskError)[\w.]+: .+$", trace, re.MULTILINE)

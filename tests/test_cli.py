@@ -1,0 +1,425 @@
+"""The command line: what a file may say, what is refused before anything starts, and runs in processes of their own."""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rllib_mhgpo.cli import app
+from rllib_mhgpo.cli.evaluate import format_scores, mean_and_error
+from rllib_mhgpo.cli.experiments import change, load_experiments, normalise
+from rllib_mhgpo.cli.failures import last_error, own_message
+from rllib_mhgpo.cli.progress import Row
+from rllib_mhgpo.cli.yaml12 import format_yaml, parse_yaml
+from rllib_mhgpo.errors import ConfigError
+
+CARTPOLE = """
+cart:
+  run: PPO
+  env: CartPole-v1
+  stop: {training_iteration: 2}
+  config: {lr: 1e-5, num_env_runners: 0}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _leave_this_process_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rllib_mhgpo.cli.launch.prepare", lambda _: None)
+
+
+def rllib(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(*arguments: str | Path) -> str:
+    """The message of a command that is refused: one line, no traceback, nothing on stdout."""
+    result = rllib(*arguments)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    return result.stderr
+
+
+def dry_run(*arguments: str | Path) -> Any:
+    result = rllib("train", *arguments, "--dry-run")
+    assert result.exit_code == 0, result.output
+    return parse_yaml(result.stdout, "dry run")
+
+
+@pytest.fixture
+def cartpole(tmp_path: Path) -> Path:
+    path = tmp_path / "cart.yaml"
+    path.write_text(CARTPOLE)
+    return path
+
+
+# --- what is read ------------------------------------------------------------------------------------------------
+
+
+def test_numbers_and_words_are_read_as_written() -> None:
+    text = "{lr: 1e-5, small: 5e-7, max_steps: 1e5, answer: no, other: yes, switch: on, day: 2024-01-01, flag: true}"
+    assert parse_yaml(text, "text") == {
+        "lr": 0.00001,
+        "small": 0.0000005,
+        "max_steps": 100000.0,
+        "answer": "no",
+        "other": "yes",
+        "switch": "on",
+        "day": "2024-01-01",
+        "flag": True,
+    }
+
+
+@pytest.mark.parametrize("value", [1e-5, 1e5, "1e5", "no", "null", None, True, "a: b", [1, {"b": []}], float("inf")])
+def test_what_is_printed_reads_back_the_same(value: Any) -> None:
+    assert parse_yaml(format_yaml({"key": value}), "text") == {"key": value}
+
+
+def test_a_file_may_hold_one_bare_experiment_or_several(tmp_path: Path) -> None:
+    bare, several = tmp_path / "bare.yaml", tmp_path / "several.yaml"
+    bare.write_text("run: PPO\nenv: CartPole-v1\ncheckpoint_freq: 3\nkeep_checkpoints_num: 1\n")
+    several.write_text("a: {run: PPO, config: {env: X}}\nb: {run: MHGPO, num_samples: 2}\n")
+    assert load_experiments(bare) == {
+        "bare": {
+            "run": "PPO",
+            "config": {"env": "CartPole-v1"},
+            "stop": {},
+            "checkpoint_config": {"checkpoint_frequency": 3, "num_to_keep": 1},
+            "num_samples": 1,
+        }
+    }
+    assert {name: (e["run"], e["num_samples"]) for name, e in load_experiments(several).items()} == {
+        "a": ("PPO", 1),
+        "b": ("MHGPO", 2),
+    }
+
+
+def test_set_types_values_and_reaches_every_section() -> None:
+    experiment = normalise({"run": "PPO", "env": "A", "config": {"lr": 1}}, "test")
+    for assignment in ("lr=1e-5", "env_config.questions=a=b.json", "config.x.y=no", "stop.training_iteration=3"):
+        change(experiment, assignment)
+    change(experiment, "env=B")
+    assert experiment["config"] == {"lr": 1e-5, "env": "B", "env_config": {"questions": "a=b.json"}, "x": {"y": "no"}}
+    assert experiment["stop"] == {"training_iteration": 3}
+    for wrong in ("lr", "=3", "lr.deep=3", "a..b=1"):
+        with pytest.raises(ConfigError, match="--set"):
+            change(experiment, wrong)
+
+
+def test_options_win_over_the_file_and_set_over_options(cartpole: Path) -> None:
+    options = ("--stop", '{"time_total_s": 9}', "--checkpoint-freq", "5", "--checkpoint-at-end", "--env", "Acrobot-v1")
+    shown = dry_run("file", cartpole, *options, "--set", "checkpoint_config.num_to_keep=2", "--experiment-name", "mine")
+    assert shown["mine"]["stop"] == {"time_total_s": 9}
+    assert shown["mine"]["config"]["env"] == "Acrobot-v1"
+    assert shown["mine"]["checkpoint_config"] == {
+        "checkpoint_frequency": 5,
+        "checkpoint_at_end": True,
+        "num_to_keep": 2,
+    }
+
+
+def test_dry_run_shows_what_is_set_beside_the_algorithms_own_defaults(cartpole: Path) -> None:
+    shown = dry_run("file", cartpole)["cart"]
+    assert (shown["run"], shown["config"]["lr"], shown["config"]["num_epochs"]) == ("PPO", 1e-5, 30)
+    own = dry_run("--algo", "MHGPO", "--env", "search", "--config", '{"group_size": 8}')["MHGPO_search"]
+    assert (own["config"]["group_size"], own["config"]["env"], own["config"]["clip_low"]) == (8, "search", 0.2)
+
+
+def test_python_files_give_config_and_stop(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from ray.rllib.algorithms.ppo import PPOConfig\n"
+        "from ray import tune\n"
+        "config = PPOConfig().environment('CartPole-v1').training(lr=tune.grid_search([0.1, 0.2]))\n"
+        "stop = {'training_iteration': 4}\n"
+    )
+    shown = dry_run("file", path)["mine"]
+    assert (shown["run"], shown["stop"]) == ("PPO", {"training_iteration": 4})
+    assert shown["config"]["lr"] == {"grid_search": [0.1, 0.2]}
+
+
+def test_grid_search_is_found_at_any_depth() -> None:
+    from rllib_mhgpo.cli.checks import variants
+
+    two = {"grid_search": [1, 2]}
+    config = {"lr": two, "env_config": {"a": {"b": two}}, "layers": [{"grid_search": [8, 16, 32]}, 4]}
+    found = list(variants(config))
+    assert len(found) == 2 * 2 * 3
+    assert {(c["lr"], c["env_config"]["a"]["b"], c["layers"][0]) for c in found} == {
+        (lr, b, width) for lr in (1, 2) for b in (1, 2) for width in (8, 16, 32)
+    }
+
+
+# --- what is refused before anything starts ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: {run: PPO\nb: 1", "line 2, column 2"),
+        ("a:\n\t- b", "line 2, column 1"),
+        ("a: 1\na: 2", "line 2, column 1"),
+        ("", "found nothing"),
+        ("- run", "found list"),
+        ("a: PPO", "a: expected an experiment"),
+        ("a: {env: X}", "run: expected an algorithm's name, found None"),
+        ("a: {run: PPO, stopp: {}}", "unknown key 'stopp'"),
+        ("a: {run: PPO, stopp: {}}", "Did you mean 'stop'?"),
+        ("a: {run: PPO, config: 3}", "config: expected a mapping of keys to values, found 3"),
+        ("a: {run: PPO, stop: {training_iteration: ten}}", "training_iteration: expected a number, found 'ten'"),
+        ("a: {run: PPO, num_samples: 0}", "num_samples: expected a whole number of at least 1, found 0"),
+        ("a: {run: PPO, checkpoint_config: {num_keep: 1}}", "Did you mean 'num_to_keep'?"),
+        ("a: {run: POP, env: CartPole-v1}", "Did you mean 'PPO'?"),
+        ("a: {run: MGHPO, env: search}", "Did you mean 'MHGPO'?"),
+        ("a: {run: PPO, env: cartpole}", "Did you mean 'CartPole-v1'?"),
+        ("a: {run: MHGPO, env: serch}", "Did you mean 'search'?"),
+        ("a: {run: PPO, env: CartPole-v1, config: {num_env_runers: 1}}", "Did you mean 'num_env_runners'?"),
+        ("a: {run: PPO, env: CartPole-v1, config: {training: 1}}", "unknown key 'training' of PPO"),
+        ("a: {run: PPO, env: CartPole-v1, config: {train_batch_size: 1}}", "PPO refuses it"),
+        ("a: {run: MHGPO, config: {group_sise: 4}}", "Did you mean 'group_size'?"),
+        ("a: {run: MHGPO, config: {group_size: {grid_search: [4, 1]}}}", "group_size"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(text)
+    assert said in refused("train", "file", path, "--dry-run")
+
+
+def test_mistakes_on_the_command_line_are_named(cartpole: Path, tmp_path: Path) -> None:
+    assert "no such file" in refused("train", "file", tmp_path / "none.yaml")
+    (tmp_path / "file.txt").write_text(CARTPOLE)
+    assert "found '.txt'" in refused("train", "file", tmp_path / "file.txt")
+    assert "expected --algo NAME" in refused("train")
+    assert "--stop: not valid JSON at character 2" in refused("train", "file", cartpole, "--stop", "{x}")
+    assert "--config: expected a JSON object" in refused("train", "--algo", "PPO", "--config", "[1]")
+    assert "Did you mean 'lr'?" in refused("train", "file", cartpole, "--set", "lrr=1")
+    assert "--scheduler: none is called 'ptb'" in refused("train", "file", cartpole, "--scheduler", "ptb")
+    assert "needs ['metric', 'mode']" in refused("train", "file", cartpole, "--scheduler", "async_hyperband")
+    here = ("--storage-path", tmp_path)
+    assert f"nothing to resume in {tmp_path}/cart" in refused("train", "file", cartpole, "--resume", *here)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("config = 3", "expected `config`, an AlgorithmConfig such as MHGPOConfig(), found 3"),
+        ("x = 1\ny = x / 0", "file.py, line 2: ZeroDivisionError"),
+        ("x = (", "file.py, line 1: not valid Python"),
+    ],
+)
+def test_mistakes_in_a_python_file_are_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "file.py"
+    path.write_text(text)
+    assert said in refused("train", "file", path)
+
+
+def test_a_search_inside_an_object_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "hidden.py"
+    path.write_text(
+        "from ray import tune\n"
+        "from ray.rllib.algorithms.ppo import PPOConfig\n"
+        "from ray.rllib.core.rl_module.default_model_config import DefaultModelConfig\n"
+        "model = DefaultModelConfig(fcnet_hiddens=tune.grid_search([[8], [9]]))\n"
+        "config = PPOConfig().environment('CartPole-v1').rl_module(model_config=model)\n"
+    )
+    assert "fcnet_hiddens: Tune finds no search inside a DefaultModelConfig" in refused("train", "file", path)
+
+
+# --- examples and evaluation -------------------------------------------------------------------------------------
+
+
+def test_examples_are_listed_and_copied(tmp_path: Path) -> None:
+    assert "ppo_cartpole  PPO balances a pole" in rllib("example", "list").stdout
+    copied = rllib("example", "copy", "ppo_cartpole", tmp_path)
+    assert copied.stdout.strip() == str(tmp_path / "ppo_cartpole.py")
+    assert dry_run("file", tmp_path / "ppo_cartpole.py")["ppo_cartpole"]["run"] == "PPO"
+    assert "exists already" in refused("example", "copy", "ppo_cartpole.py", tmp_path)
+    assert "Did you mean 'ppo_cartpole'?" in refused("example", "copy", "ppo_cartpol", tmp_path)
+
+
+def test_every_example_is_accepted() -> None:
+    from rllib_mhgpo.cli.example import find_examples, first_words
+
+    for path in find_examples().values():
+        assert first_words(path)
+        assert dry_run("file", path)
+
+
+def test_scores_have_standard_errors() -> None:
+    # 0, 0, 1, 1: mean 1/2, variance with ddof 1 = 1/3, error = sqrt(1/3/4) = 0.28868
+    assert mean_and_error([0, 0, 1, 1]) == pytest.approx((0.5, 0.288675), abs=1e-6)
+    scores = [{"acc": x, "em": 0.0, "f1": x, "avg": x} for x in (0.0, 0.0, 1.0, 1.0)]
+    assert format_scores(scores).startswith("Acc 50.00 ± 28.87 | EM 0.00 ± 0.00 | F1 50.00 ± 28.87")
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    assert "no such folder" in refused("evaluate", tmp_path / "none")
+    assert "no such folder" in refused("evaluate", tmp_path, "--out", tmp_path / "none" / "out.jsonl")
+
+
+# --- what one sees -----------------------------------------------------------------------------------------------
+
+
+def test_a_row_keeps_the_last_dev_score_and_knows_the_time_left() -> None:
+    row = Row("trial", {"training_iteration": 4, "time_total_s": 100})
+    nan = float("nan")
+    start = {"f1": 0.25, "em": 0.125}
+    row.add({"training_iteration": 1, "time_total_s": 10, "dev": start, "dev_start": start, "reward": -0.5})
+    row.add({"training_iteration": 2, "time_total_s": 20, "dev": {"f1": 0.5, "em": 0.375}, "dev_start": start})
+    row.add({"training_iteration": 3, "time_total_s": 30, "dev": {"f1": nan, "em": nan}, "dev_start": start})
+    # one more iteration at 10 s each comes before the limit of 100 s
+    assert row.cells() == {
+        "iteration": "3/4",
+        "dev F1": "0.500",
+        "dev EM": "0.375",
+        "reward": "-0.500",
+        "elapsed": "0:30",
+        "left": "0:10",
+    }
+    row.checkpoint = "/results/checkpoint_000002"
+    assert row.summary(95) == (
+        "dev F1 0.250 -> 0.500 (EM 0.125 -> 0.375), 3 iterations, 1:35, checkpoint /results/checkpoint_000002"
+    )
+
+
+def test_reasons_are_found_in_tracebacks_from_other_processes() -> None:
+    wrapped = (
+        "ray::Runner.sample()\n  File ...\nrllib_mhgpo.errors.DataError: a.json, record 3:\nno answer.\n\n"
+        "The above exception was the direct cause of the following exception:\n\nray::MHGPO.train()\nValueError: no\n"
+    )
+    assert own_message(wrapped) == "a.json, record 3:\nno answer."
+    assert own_message("ValueError: other") is None
+    assert last_error("KeyError: 'x'\n\nThe above ...:\n\nRuntimeError\n") == "KeyError: 'x'"
+
+
+# --- runs in processes of their own ------------------------------------------------------------------------------
+
+ENVIRONMENT = """
+import gymnasium as gym
+
+from rllib_mhgpo.errors import DataError
+
+
+class Counter(gym.Env):
+    observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
+
+    def __init__(self, config):
+        self.broken = config.get("broken", False)
+        open(config["relative"]).close()
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.broken:
+            raise DataError("question 7 has no answer")
+        return self.observation_space.sample(), 1.0, self.steps == 10, False, {}
+"""
+SMALL = "train_batch_size: 40, minibatch_size: 20, num_epochs: 1, num_env_runners: 0, model: {fcnet_hiddens: [4]}"
+RUNS = f"""
+sweep:
+  run: PPO
+  env: counter:Counter
+  stop: {{training_iteration: 2}}
+  checkpoint_config: {{checkpoint_at_end: true}}
+  config: {{{SMALL}, env_config: {{relative: here.txt, broken: {{grid_search: [false, true]}}}}}}
+long:
+  run: PPO
+  env: counter:Counter
+  stop: {{training_iteration: 40}}
+  checkpoint_config: {{checkpoint_frequency: 1, num_to_keep: 2}}
+  config: {{{SMALL}, env_config: {{relative: here.txt}}}}
+"""
+
+
+@dataclass
+class Place:
+    """A folder with an environment of its own, and the command run inside it."""
+
+    folder: Path
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", "from rllib_mhgpo.cli import main; main()", "train", "file", *arguments]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(
+            [*command, "--storage-path", "results", "--ray-num-cpus", "2"], cwd=self.folder, **pipes
+        )
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    (tmp_path / "counter.py").write_text(ENVIRONMENT)
+    (tmp_path / "here.txt").touch()
+    for name, experiment in parse_yaml(RUNS, "runs").items():
+        (tmp_path / f"{name}.yaml").write_text(format_yaml({name: experiment}))
+    return Place(tmp_path)
+
+
+def test_a_sweep_trains_where_it_can_and_says_why_where_not(place: Place) -> None:
+    run = place.start("sweep.yaml")
+    out, err = run.communicate(timeout=240)
+    assert (run.returncode, err) == (1, "error: question 7 has no answer\n"), out
+    first, second, end = out.splitlines()
+    assert first.startswith("[0_broken=False] iteration 1/2 | return 10.0 | steps ")
+    assert second.startswith("[0_broken=False] iteration 2/2 | return 10.0 | steps ")
+    assert end.startswith("sweep [0_broken=False]: episode return 10.0 -> 10.0, 2 iterations, ")
+    checkpoint = Path(end.rpartition("checkpoint ")[2])
+    assert (checkpoint / "rllib_checkpoint.json").is_file()
+    rows = [json.loads(row) for row in (checkpoint.parent / "result.json").read_text().splitlines()]
+    assert [row["training_iteration"] for row in rows] == [1, 2]
+    assert len((checkpoint.parent / "progress.csv").read_text().splitlines()) == 3
+    assert list(checkpoint.parent.glob("events.out.tfevents.*"))
+
+
+def test_an_interrupted_run_is_saved_and_resumed(place: Place) -> None:
+    run = place.start("long.yaml")
+    assert run.stdout is not None
+    for line in run.stdout:
+        if "iteration 3/40" in line:
+            run.send_signal(signal.SIGINT)
+            break
+    rest, err = run.communicate(timeout=60)
+    assert run.returncode == 130, rest + err
+    saved = next(line for line in rest.splitlines() if line.startswith("Interrupted: iteration "))
+    checkpoint = Path(saved.rpartition(" in ")[2])
+    assert (checkpoint / "rllib_checkpoint.json").is_file()
+    iteration = int(saved.split()[2])
+    assert "--resume" in rest.splitlines()[-1]
+
+    run = place.start("long.yaml", "--resume")
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 0, out + err
+    assert out.startswith(f"iteration {iteration + 1}/40 "), out
+    assert "40 iterations" in out.splitlines()[-1]
+
+
+SESSIONS = """
+import ray
+from rllib_mhgpo.algorithms.registration import register
+
+@ray.remote
+def found():
+    from ray.tune.registry import ENV_CREATOR, TRAINABLE_CLASS, _global_registry as registry
+    return registry.contains(TRAINABLE_CLASS, "MHGPO"), registry.contains(ENV_CREATOR, "search")
+
+for session in range(2):
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    register()
+    register()
+    print(*ray.get(found.remote()))
+    ray.shutdown()
+"""
+
+
+def test_names_are_found_in_workers_of_every_ray_session() -> None:
+    run = subprocess.run([sys.executable, "-c", SESSIONS], capture_output=True, text=True, timeout=240, check=True)
+    assert run.stdout.splitlines() == ["True True"] * 2
