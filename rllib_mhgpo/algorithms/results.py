@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rllib_mhgpo.credit import group_similarity
 from rllib_mhgpo.learner import TrainBatch
 from rllib_mhgpo.tree import FlatTrees, RolloutTree
 
@@ -31,14 +32,19 @@ def summarise(
     """Returns the nested columns of docs/metrics.md, without dev scores."""
     lengths = np.array([len(generation.response) for generation in flat.generations])
     trained = batch.weights != 0
+    similar = similarity(flat, credit["group"])
     norms = update["grad_norms"]
     generated = int(lengths.sum())
     return {
         "train": mean_scores(trees),
         **{
-            agent: _agent_columns(flat, credit, update["per_generation"], lengths, trained, flat.agent == k)
+            agent: {
+                **_agent_columns(flat, credit, update["per_generation"], lengths, trained, flat.agent == k),
+                "similarity": _mean(similar[(flat.agent == k) & np.isfinite(similar)]),
+            }
             for k, agent in enumerate(agents)
         },
+        "similarity": _mean(similar[np.isfinite(similar)]),
         **_columns(credit, update["per_generation"], lengths, trained, np.ones(len(lengths), dtype=bool)),
         "grad_norm": float(np.mean(norms)) if norms else NAN,
         "skipped_steps": update["skipped_steps"],
@@ -49,6 +55,18 @@ def summarise(
         "tokens_per_s": generated / seconds["total"],
         "time": {f"{phase}_s": float(seconds.get(phase, 0.0)) for phase in PHASES},
     }
+
+
+def similarity(flat: FlatTrees, group: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Returns the similarity of each generation's group, (N,), NaN where it is alone or not trained."""
+    result = np.full(len(flat.generations), NAN)
+    rows = np.flatnonzero(flat.trained)
+    if len(rows):
+        responses = [flat.generations[row].response for row in rows]
+        owners = np.repeat(np.arange(len(rows)), [len(response) for response in responses])
+        _, place = np.unique(group[rows], return_inverse=True)
+        result[rows] = group_similarity(np.concatenate(responses).astype(np.int64), owners, place)[place]
+    return result
 
 
 def mean_scores(trees: Sequence[RolloutTree], divisor: int | None = None) -> dict[str, float]:
