@@ -1,6 +1,7 @@
 """The command line: what a file may say, what is refused before anything starts, and runs in processes of their own."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rllib_mhgpo.cli import app
-from rllib_mhgpo.cli.evaluate import format_scores, mean_and_error
+from rllib_mhgpo.cli.evaluate import format_scores
 from rllib_mhgpo.cli.experiments import change, load_experiments, normalise
 from rllib_mhgpo.cli.failures import last_error, own_message
 from rllib_mhgpo.cli.progress import Row
@@ -236,7 +237,7 @@ def test_a_search_inside_an_object_is_refused(tmp_path: Path) -> None:
 
 
 def test_examples_are_listed_and_copied(tmp_path: Path) -> None:
-    assert "ppo_cartpole  PPO balances a pole" in rllib("example", "list").stdout
+    assert re.search("^ppo_cartpole +PPO balances a pole", rllib("example", "list").stdout, re.MULTILINE)
     copied = rllib("example", "copy", "ppo_cartpole", tmp_path)
     assert copied.stdout.strip() == str(tmp_path / "ppo_cartpole.py")
     assert dry_run("file", tmp_path / "ppo_cartpole.py")["ppo_cartpole"]["run"] == "PPO"
@@ -252,15 +253,16 @@ def test_every_example_is_accepted() -> None:
         assert dry_run("file", path)
 
 
-def test_scores_have_standard_errors() -> None:
-    # 0, 0, 1, 1: mean 1/2, variance with ddof 1 = 1/3, error = sqrt(1/3/4) = 0.28868
-    assert mean_and_error([0, 0, 1, 1]) == pytest.approx((0.5, 0.288675), abs=1e-6)
-    scores = [{"acc": x, "em": 0.0, "f1": x, "avg": x} for x in (0.0, 0.0, 1.0, 1.0)]
-    assert format_scores(scores).startswith("Acc 50.00 ± 28.87 | EM 0.00 ± 0.00 | F1 50.00 ± 28.87")
+def test_scores_are_percents_in_their_usual_order_and_voided_ones_count_zero() -> None:
+    # acc 0, 0, 1, 1: mean 1/2, standard deviation 1/2, error 1/2 / sqrt(4)
+    records: list[dict[str, Any]] = [{"scores": {"f1": x, "acc": x}} for x in (0.0, 1.0, 1.0)]
+    shown = format_scores([*records, {"void": "no prompt fits"}])
+    assert shown == "Acc 50.00 ± 25.00 | F1 50.00 ± 25.00 | 4 questions | 1 voided, counted 0"
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
-    assert "no such folder" in refused("evaluate", tmp_path / "none")
+    assert "found nothing there" in refused("evaluate", tmp_path / "none")
+    assert "found neither" in refused("evaluate", tmp_path)
     assert "no such folder" in refused("evaluate", tmp_path, "--out", tmp_path / "none" / "out.jsonl")
 
 

@@ -19,9 +19,9 @@ def find_examples() -> dict[str, Path]:
 
 
 def first_words(path: Path) -> str:
-    """Returns the first line of the file's header comment or docstring."""
-    lines = (line.strip().strip('#"').strip() for line in path.read_text(encoding="utf-8").splitlines())
-    return next((line for line in lines if line), "")
+    """Returns the first line of the file's header, a comment or a docstring; empty where it has none."""
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    return first.strip('#" ') if first.startswith(("#", '"')) else ""
 
 
 @app.command("list")

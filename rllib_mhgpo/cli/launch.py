@@ -51,13 +51,15 @@ class RunOptions:
 
 
 def prepare(verbosity: int) -> None:
-    """Sets what Ray reads from the process before it is imported."""
+    """Sets what Ray and the model libraries read from the process before they are imported."""
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths mean what they meant on the command line
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # interrupts are handled here
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")
     if verbosity:
         return
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # Tune's newer output prints headers at verbosity 0 too
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.simplefilter("ignore")
     import ray.rllib  # noqa: F401  # sets its log levels when it is imported
 
