@@ -1,12 +1,53 @@
 """What the documentation says of the code is what the code says."""
 
+import re
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from rllib_mhgpo.algorithms.config import describe
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
+from rllib_mhgpo.credit import group_advantages, propagate
+from rllib_mhgpo.sampling import Visit
 
 DOCS = Path(__file__).parent.parent / "docs"
 
 
 def test_every_key_is_documented_with_its_default() -> None:
     assert describe(MHGPOConfig) in (DOCS / "configuration.md").read_text()
+
+
+def chain_edges(*parents: int) -> np.ndarray:
+    return np.array([(p, child) for child, p in enumerate(parents) if p >= 0], dtype=np.int64).reshape(-1, 2)
+
+
+def test_the_worked_example_of_fork_on_first() -> None:
+    edges = chain_edges(-1, -1, -1, -1, *range(8))
+    earned = np.zeros((12, 1))
+    earned[8:, 0] = [1, 0, 0.5, 0]
+    specific = np.zeros(12)
+    specific[5] = -1
+    reward = propagate(edges, earned)[:, 0] + specific
+    values = group_advantages(reward, np.repeat([0, 1, 2], 4)).values.round(4).tolist()
+    assert values[:4] == values[8:] == [1.3056, -0.7833, 0.2611, -0.7833]
+    assert values[4:8] == [1.0247, -1.3175, 0.4392, -0.1464]
+
+
+def test_the_worked_example_of_oversampling() -> None:
+    edges = chain_edges(-1, -1, -1, -1, 0, 1, 2, 3, *np.repeat([4, 5, 6, 7], 4))
+    earned = np.zeros((24, 1))
+    earned[8:, 0] = [1, 1, 0, 0, 0, 0, 0, 0, 1, 0.5, 0.5, 0, 0, 0, 0, 1]
+    shared = propagate(edges, earned)[:, 0]
+    assert shared[:8].tolist() == [0.5, 0, 0.5, 0.25] * 2
+    values = group_advantages(shared, [0] * 4 + [1] * 4 + [2] * 16).values.round(4)
+    assert values[:4].tolist() == [0.7833, -1.3056, 0.7833, -0.2611]
+    assert (values[8], values[10]) == (1.5536, -0.7062)
+
+
+def test_what_the_algorithm_page_says_can_be_replaced_runs() -> None:
+    page = (DOCS / "algorithm.md").read_text()
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, scope)
+    assert scope["TwoEach"](None)(Visit(0, "a", 0, 1, 0, (), ())) == (True, True)
