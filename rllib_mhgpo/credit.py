@@ -219,10 +219,12 @@ def group_similarity(tokens: Ints, rows: Ints, groups: Ints) -> Floats:
     [0.5]
     """
     _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
-    width = int(tokens.max(initial=0)) + 1
-    held = np.unique(rows.astype(np.int64) * width + tokens)
-    members, counts = np.unique(group[held // width] * width + held % width, return_counts=True)
-    common = np.bincount(members // width, counts * (counts - 1.0), minlength=len(sizes))
-    distinct = np.bincount(group[held // width], minlength=len(sizes))
+    width, count = int(tokens.max(initial=0)) + 1, len(groups)
+    keys = np.sort((group[rows] * width + tokens) * count + rows)
+    held = keys[np.flatnonzero(np.diff(keys, prepend=-1))] // count
+    starts = np.flatnonzero(np.diff(held, prepend=-1))
+    holders = np.diff(starts, append=len(held))
+    common = np.bincount(held[starts] // width, holders * (holders - 1.0), minlength=len(sizes))
+    distinct = np.bincount(held // width, minlength=len(sizes))
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(sizes > 1, common / ((sizes - 1.0) * distinct), np.nan)
