@@ -61,7 +61,11 @@ def main() -> None:
         runs = [credit(trees) for _ in range(7)]
         parts = [1000 * median(run[part] for run in runs) for part in runs[0]]
         count = questions * (2 * G + G * G)
-        print(f"| {count} | " + " | ".join(f"{ms:.1f}" for ms in (*parts, sum(parts))) + f" | {1000 * sum(parts) / count:.1f} |")
+        print(
+            f"| {count} | "
+            + " | ".join(f"{ms:.1f}" for ms in (*parts, sum(parts)))
+            + f" | {1000 * sum(parts) / count:.1f} |"
+        )
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def heights(edges: Ints, count: int) -> Ints:
 def _mean(values: Floats, segment: Ints, count: int, rng: np.random.Generator | None) -> Floats:
     sums = np.zeros((count, values.shape[1]))
     np.add.at(sums, segment, values)
-    return sums / np.bincount(segment, minlength=count)[:, None]
+    means: Floats = sums / np.bincount(segment, minlength=count)[:, None]
+    return means
 
 
 def _max(values: Floats, segment: Ints, count: int, rng: np.random.Generator | None) -> Floats:
@@ -79,7 +80,8 @@ def _random(values: Floats, segment: Ints, count: int, rng: np.random.Generator 
     draws = (rng or np.random.default_rng(0)).random(len(segment))
     order = np.lexsort((draws, segment))
     first = np.searchsorted(segment[order], np.arange(count))
-    return values[order[first]]
+    chosen: Floats = values[order[first]]
+    return chosen
 
 
 AGGREGATIONS: dict[str, Aggregate] = {"mean": _mean, "max": _max, "min": _min, "random": _random}
@@ -167,11 +169,23 @@ def _agent_mean(agents: Ints, lengths: Floats, fixed_length: int) -> Floats:
     return 1.0 / (len(generations) * generations[agent] * lengths)
 
 
+def _sequence_mean(agents: Ints, lengths: Floats, fixed_length: int) -> Floats:
+    return 1.0 / (len(lengths) * lengths)
+
+
+def _token_mean(agents: Ints, lengths: Floats, fixed_length: int) -> Floats:
+    return np.full(len(lengths), 1.0 / lengths.sum())
+
+
+def _fixed_length(agents: Ints, lengths: Floats, fixed_length: int) -> Floats:
+    return np.full(len(lengths), 1.0 / (len(lengths) * fixed_length))
+
+
 AGGREGATED: dict[str, Callable[[Ints, Floats, int], Floats]] = {
     "agent_mean": _agent_mean,
-    "sequence_mean": lambda agents, lengths, fixed: 1.0 / (len(lengths) * lengths),
-    "token_mean": lambda agents, lengths, fixed: np.full(len(lengths), 1.0 / lengths.sum()),
-    "fixed_length": lambda agents, lengths, fixed: np.full(len(lengths), 1.0 / (len(lengths) * fixed)),
+    "sequence_mean": _sequence_mean,
+    "token_mean": _token_mean,
+    "fixed_length": _fixed_length,
 }
 """By name: agents and lengths of the counted generations, the fixed length -> weight of one token of each."""
 

@@ -104,11 +104,9 @@ class LLMLearner(TorchLearner):
         """AdamW without weight decay."""
         params = self.get_parameters(self._module[module_id])
         optimizer = torch.optim.AdamW(params, betas=(0.9, 0.999), weight_decay=0.0)
-        self.register_optimizer(
-            module_id=module_id, optimizer=optimizer, params=params, lr_or_lr_schedule=config.lr
-        )
+        self.register_optimizer(module_id=module_id, optimizer=optimizer, params=params, lr_or_lr_schedule=config.lr)
 
-    def update(  # type: ignore[override]  # RLlib's many ways to hand over data are one here
+    def update(  # RLlib's many ways to hand over data are one here
         self, *, training_data: TrainingData, timesteps: dict[str, Any] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
         """Runs ``config.num_epochs`` passes over a :class:`TrainBatch`, one optimiser step for each of its ``steps``.
@@ -141,7 +139,7 @@ class LLMLearner(TorchLearner):
     def accumulate(
         self, batch: TrainBatch, rows: NDArray[np.int64], old_logprobs: Sequence[NDArray[np.float32]] | None = None
     ) -> dict[str, NDArray[np.float64]]:
-        """Adds the gradient of these rows; returns what the hook measured, one number a row, by name; no rows, no numbers."""
+        """Adds the gradient of these rows; returns what the hook measured, one number a row, by name."""
         numbers: dict[str, NDArray[np.float64]] = {}
         for part in self._parts(batch, rows):
             micro = self.forward(batch, rows[part], old_logprobs or batch.logprobs)
@@ -199,7 +197,7 @@ class LLMLearner(TorchLearner):
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Adds the reference policy where it moves; otherwise it is the policy that the run began with."""
-        state = super().get_state(*args, **kwargs)
+        state: dict[str, Any] = super().get_state(*args, **kwargs)
         if COMPONENT_OPTIMIZER in state:
             state["num_updates"] = self.num_updates
             if self.config.reference_refresh and self.reference is not None:
@@ -243,7 +241,9 @@ class LLMLearner(TorchLearner):
     def _logp(self, llm: torch.nn.Module, tensors: Mapping[str, Any], mask: Tensor) -> Tensor:
         policy = self._policy()
         with torch.no_grad():
-            return response_logprobs(llm, tensors, policy.temperature, policy.precision())["logp"].masked_fill(~mask, 0.0)
+            return response_logprobs(llm, tensors, policy.temperature, policy.precision())["logp"].masked_fill(
+                ~mask, 0.0
+            )
 
     def _all_logp(self, llm: torch.nn.Module, batch: TrainBatch) -> list[NDArray[np.float32]]:
         result: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch)

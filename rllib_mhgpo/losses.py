@@ -56,7 +56,7 @@ def kl_k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
 
 def kl_k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
-    """``exp(ref - logp) - (ref - logp) - 1``: unbiased and never negative. Source: as k1; GRPO, arXiv:2402.03300, equation 4."""
+    """``exp(ref - logp) - (ref - logp) - 1``: unbiased, never negative. Source: as k1; GRPO, arXiv:2402.03300, (4)."""
     difference = ref_logp - logp
     return torch.exp(difference) - difference - 1.0
 

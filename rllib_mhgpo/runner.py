@@ -77,7 +77,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         return Rollouts(trees, seconds, self.weights_seq_no)
 
     def num_roots(self, split: str) -> int:
-        """Returns how many root inputs a split has; environments that do not say have many train roots and no others."""
+        """Returns how many root inputs a split has; without a word, many train roots and no others."""
         if hasattr(self.env, "num_roots"):
             return int(self.env.num_roots(split))
         return 1_000_000 if split == "train" else 0

@@ -43,9 +43,9 @@ class TokenSequence(gym.Space[Tokens]):
         return False
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, TokenSequence)
-            and (self.vocab_size, self.max_length) == (other.vocab_size, other.max_length)
+        return isinstance(other, TokenSequence) and (self.vocab_size, self.max_length) == (
+            other.vocab_size,
+            other.max_length,
         )
 
     def __hash__(self) -> int:

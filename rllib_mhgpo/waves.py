@@ -49,7 +49,9 @@ class Play:
         if self.context is None:
             return limit
         if prompt_length >= self.context:
-            raise RolloutError(f"agent {agent!r}: the prompt of {prompt_length} tokens fills the context of {self.context}.")
+            raise RolloutError(
+                f"agent {agent!r}: the prompt of {prompt_length} tokens fills the context of {self.context}."
+            )
         return min(limit, self.context - prompt_length)
 
     def stream(self, root: int, path: tuple[int, ...]) -> int:
@@ -235,7 +237,11 @@ def _is_over(env: AECEnv) -> bool:
 
 
 def split_rewards(
-    rewards: Mapping[str, float], infos: Mapping[str, Mapping[str, Any]], teams: Mapping[str, str], actor: str, ended: bool
+    rewards: Mapping[str, float],
+    infos: Mapping[str, Mapping[str, Any]],
+    teams: Mapping[str, str],
+    actor: str,
+    ended: bool,
 ) -> tuple[float, dict[str, float]]:
     """Splits the rewards of one step into the actor's specific reward and what each team earned.
 

@@ -236,7 +236,7 @@ def always_nan(answer: str, golds: Any) -> float:
 def test_a_run_whose_rollouts_are_all_void_stops_with_the_reason(make: Make, toy_questions_file: Path) -> None:
     env_config = {"questions": str(toy_questions_file), "dev_questions": None, "prompts": PROMPTS}
     algorithm = make(env_config={**env_config, "reward": "tests.test_algorithm:always_nan"})
-    with pytest.raises(MHGPOError, match="every rollout was voided.*agent 'answerer'"):
+    with pytest.raises(MHGPOError, match=r"every rollout was voided.*agent 'answerer'"):
         row(algorithm)
 
 
@@ -287,7 +287,7 @@ def test_what_only_the_environment_knows_is_refused_when_it_is_built(
 
 
 def test_unknown_environment_keys_are_refused(make: Make, toy_questions_file: Path) -> None:
-    with pytest.raises(ConfigError, match="env_config.*questons.*Did you mean 'questions'"):
+    with pytest.raises(ConfigError, match=r"env_config.*questons.*Did you mean 'questions'"):
         make(env_config={"questons": str(toy_questions_file)})
 
 
@@ -354,7 +354,7 @@ def test_matrix(make: Make, strategy: str, aggregation: str, env: str, toy_quest
         {"rollout_is_cap": 2.0, "num_epochs": 2, "minibatch_questions": 1},
         {"kl_beta": 0.0},
     ],
-    ids=lambda changes: ",".join(changes),
+    ids=",".join,
 )
 def test_every_switch_trains(make: Make, changes: dict[str, Any]) -> None:
     algorithm = make(evaluation_interval=None, **changes)
@@ -405,7 +405,9 @@ def test_penalties_of_successors_run_back_when_asked(make: Make) -> None:
 def test_questions_without_spread_are_replaced(make: Make) -> None:
     """With a constant reward and no penalty nothing has spread: every round draws new questions, up to the bound."""
     env_config = {"reward": "tests.test_algorithm:constant"}
-    algorithm = make(refill_rounds=1, penalties=False, env_config={**base_env(make), **env_config}, evaluation_interval=None)
+    algorithm = make(
+        refill_rounds=1, penalties=False, env_config={**base_env(make), **env_config}, evaluation_interval=None
+    )
     first = {tree.root for tree in super(MHGPO, algorithm).sample_trees()}
     assert not first & {tree.root for tree in algorithm.sample_trees()}
 

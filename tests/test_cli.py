@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -264,6 +265,23 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "found nothing there" in refused("evaluate", tmp_path / "none")
     assert "found neither" in refused("evaluate", tmp_path)
     assert "no such folder" in refused("evaluate", tmp_path, "--out", tmp_path / "none" / "out.jsonl")
+
+
+def test_commands_of_the_readme_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[1]
+    monkeypatch.chdir(root)
+    lines = re.findall(r"^rllib train (.+)$", (root / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    commands = [shlex.split(line, comments=True) for line in lines if "FILE" not in line]
+    assert len(commands) >= 4
+    for command in commands:
+        assert dry_run(*command)
+
+
+@pytest.mark.slow
+def test_python_of_the_readme_runs() -> None:
+    (code,) = re.findall("```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.DOTALL)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False)
+    assert 0 <= float(run.stdout.split()[-1]) <= 1, run.stderr
 
 
 # --- what one sees -----------------------------------------------------------------------------------------------

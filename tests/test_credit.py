@@ -78,7 +78,9 @@ def test_a_cycle_is_refused() -> None:
         propagate(edges((0, 1), (1, 0)), shared(0, 0))
 
 
-@given(st.integers(1, 25).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, 10**6), min_size=n, max_size=n))))
+@given(
+    st.integers(1, 25).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, 10**6), min_size=n, max_size=n)))
+)
 def test_max_propagation_is_the_best_leaf_below(case: tuple[int, list[int]]) -> None:
     """Random trees: the maximum over all descendants that are leaves, found by plain recursion."""
     n, draws = case
@@ -158,7 +160,9 @@ def test_advantages_sum_to_zero_are_never_nan_and_follow_their_rows(rows: list[t
 
 
 @given(rewards_and_groups, st.floats(-3, 3), st.floats(0.5, 2))
-def test_shift_changes_nothing_and_scale_next_to_nothing(rows: list[tuple[float, int]], shift: float, scale: float) -> None:
+def test_shift_changes_nothing_and_scale_next_to_nothing(
+    rows: list[tuple[float, int]], shift: float, scale: float
+) -> None:
     """Identity 4, on rewards in thousandths, so that the smallest spread is far above the epsilon of 1e-6."""
     rewards, groups = np.array([r for r, _ in rows]), [g for _, g in rows]
     values = group_advantages(rewards, groups).values
@@ -211,8 +215,14 @@ def test_singletons_are_pooled_by_agent_in_chunks() -> None:
     assert new[:5].tolist() != other[:5].tolist()
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), min_size=1, max_size=40), st.integers(2, 5), st.integers(0, 9))
-def test_regrouping_keeps_groups_apart_and_leaves_at_most_one_alone(rows: list[tuple[int, int]], size: int, seed: int) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), min_size=1, max_size=40),
+    st.integers(2, 5),
+    st.integers(0, 9),
+)
+def test_regrouping_keeps_groups_apart_and_leaves_at_most_one_alone(
+    rows: list[tuple[int, int]], size: int, seed: int
+) -> None:
     pools = np.array([p for _, p in rows])
     groups = np.array([10 * p + g for g, p in rows])
     new = regroup_singletons(groups, pools, size, np.random.default_rng(seed))

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from real_data import real_file
 
 from rllib_mhgpo.data import Corpus, Passage, Question, Questions, load_corpus, load_questions
 from rllib_mhgpo.errors import DataError
+from tests.real_data import real_file
 
 RECORD: dict[str, Any] = {
     "_id": "5a8b",

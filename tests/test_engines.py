@@ -1,5 +1,7 @@
 """HFEngine against plain forward passes of transformers."""
 
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,9 @@ def ids(*values: int) -> NDArray[np.int32]:
     return np.array(values, dtype=np.int32)
 
 
-def plain_logprobs(model: PreTrainedModel, prompt: NDArray[np.int32], response: NDArray[np.int32], temperature: float) -> NDArray[np.float32]:
+def plain_logprobs(
+    model: PreTrainedModel, prompt: NDArray[np.int32], response: NDArray[np.int32], temperature: float
+) -> NDArray[np.float32]:
     """One unpadded row, no cache."""
     tokens = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))[None]
     with torch.no_grad():
@@ -27,7 +31,7 @@ def plain_logprobs(model: PreTrainedModel, prompt: NDArray[np.int32], response: 
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_logprobs_equal_an_unpadded_forward_pass(kind: str) -> None:
+def test_logprobs_equal_an_unpadded_forward_pass(kind: Literal["llama", "gpt2"]) -> None:
     """Padding, the shared prefill, the cache and leaving rows change nothing, learned positions included (G12)."""
     model = toy_model(toy_tokenizer(), kind=kind).eval()
     engine = HFEngine(model, eos_ids=[EOS, 7, 8, 9])

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +70,7 @@ def test_what_is_no_checkpoint_is_refused(checkpoint: tuple[Path, dict[str, floa
 
 def test_standard_errors() -> None:
     """Scores 1, 0, 0, 1: mean 0.5, deviation 0.5, error 0.25; a voided rollout counts 0."""
-    records = [{"scores": {"f1": 1.0}}, {"scores": {"f1": 0.0}}, {"void": "x"}, {"scores": {"f1": 1.0}}]
+    played: list[dict[str, Any]] = [{"scores": {"f1": f1}} for f1 in (1.0, 0.0, 1.0)]
+    records = [*played, {"void": "x"}]
     assert mean_and_error(records) == {"f1": (0.5, 0.25)}
     assert np.isfinite(mean_and_error(records)["f1"][1])

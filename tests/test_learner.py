@@ -1,4 +1,4 @@
-"""The learner on a two-layer model: the gradient of the whole whatever the cut, masks, empty batches, EOS as padding."""
+"""The learner on a two-layer model: the gradient of the whole whatever the cut, masks, empty batches."""
 
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def plain_gradient(learner: MHGPOLearner, batch: TrainBatch) -> torch.Tensor:
         ]
         ratio, advantage = (lines[0] - torch.from_numpy(batch.logprobs[i])).exp(), float(batch.advantages[i])
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * advantage)
-        difference = (lines[1] - lines[0])
+        difference = lines[1] - lines[0]
         kl = difference.exp() - difference - 1
         (-(gain - config.kl_beta * kl).sum() * float(batch.weights[i])).backward()
     return torch.cat([p.grad.flatten() for p in llm.parameters() if p.grad is not None])
@@ -124,12 +124,14 @@ def test_every_row_is_in_one_micro_batch_within_the_budget() -> None:
 
 def test_a_sampled_eos_counts_though_it_is_also_the_padding() -> None:
     """G14: response 5 7 2 of one row beside a response of five: mask 1 1 1 0 0."""
-    layout = rectangle([np.array([9], np.int32)] * 2, [np.array([5, 7, 2], np.int32), np.array([5, 7, 5, 5, 2], np.int32)])
+    layout = rectangle(
+        [np.array([9], np.int32)] * 2, [np.array([5, 7, 2], np.int32), np.array([5, 7, 5, 5, 2], np.int32)]
+    )
     assert layout.attention[:, layout.prompt_width :].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
 
 
 def update(learner: MHGPOLearner, batch: TrainBatch) -> dict[str, Any]:
-    return learner.update(training_data=TrainingData(batch=batch))  # type: ignore[arg-type]
+    return learner.update(training_data=TrainingData(batch=batch))
 
 
 def test_a_batch_that_carries_no_loss_changes_nothing(folder: Path) -> None:
@@ -169,7 +171,9 @@ def test_the_ratio_moves_when_the_weights_do(folder: Path) -> None:
     """Identity 5: recorded log-probabilities of the policy itself give ratio 1, those of a perturbed one do not."""
     learner = make_learner(folder)
     batch = make_batch()
-    recorded = [learner.forward(batch, np.array([i]), batch.logprobs).logp[0].detach().numpy() for i in range(len(batch))]
+    recorded = [
+        learner.forward(batch, np.array([i]), batch.logprobs).logp[0].detach().numpy() for i in range(len(batch))
+    ]
     fresh = make_batch(logprobs=recorded)
     result = update(learner, fresh)["per_generation"]
     assert result["ratio_max"] == pytest.approx(np.ones(len(LENGTHS)), abs=1e-4)

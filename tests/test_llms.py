@@ -12,12 +12,12 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toys import save_toy, toy_model, toy_tokenizer
 
 from rllib_mhgpo.errors import ModelError
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer, resolve_llm
 from rllib_mhgpo.llms import names as names_module
 from rllib_mhgpo.llms import smollm2 as smollm2_module
+from tests.toys import save_toy, toy_model, toy_tokenizer
 
 
 @pytest.fixture

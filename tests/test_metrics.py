@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from real_data import real_file
 
 from rllib_mhgpo.data import Question, load_questions
 from rllib_mhgpo.errors import ConfigError, DataError
@@ -23,6 +22,7 @@ from rllib_mhgpo.metrics import (
     score_answer,
     score_predictions,
 )
+from tests.real_data import real_file
 
 answers = st.text(st.sampled_from("aAtThHeEnNoOsSyY  .!,'-é"), max_size=16)
 

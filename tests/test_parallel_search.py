@@ -49,6 +49,7 @@ def test_searchers_do_not_read_each_other_and_the_reranker_reads_both() -> None:
 
 def test_both_searchers_are_paid_by_the_answer() -> None:
     """FoF on the graph: four trajectories, of which the ones whose first searcher finds the page are right."""
+
     def script(prompt: str, sample: int) -> str:
         if prompt.startswith("first"):
             return f"p{sample}"
@@ -61,7 +62,9 @@ def test_both_searchers_are_paid_by_the_answer() -> None:
     env = make()
     how = Play(ForkOnFirst(Options(4, 4)), 1.0, 8, (0,))
     (tree,) = play(env, ScriptedEngine(env.tokenizer, script), [1], how, {})
-    assert [g.parents for g in tree.generations] == [()] * 8 + [(i, 4 + i) for i in range(4)] + [(8 + i,) for i in range(4)]
+    assert [g.parents for g in tree.generations] == [()] * 8 + [(i, 4 + i) for i in range(4)] + [
+        (8 + i,) for i in range(4)
+    ]
     flat = flatten([tree], env.possible_agents)
     shared = propagate(flat.edges, flat.shared)[:, 0].reshape(4, 4)
     assert (shared == np.array([0, 1, 0, 0])).all()

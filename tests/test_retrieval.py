@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from real_data import real_file
 from scipy.sparse import csr_matrix
 
 from rllib_mhgpo.data import Corpus, Passage, load_questions
 from rllib_mhgpo.errors import ConfigError, RetrievalError
 from rllib_mhgpo.retrieval import Retriever, TfidfEncoder, build_retriever, open_retriever, save_retriever
 from rllib_mhgpo.retrieval.index import FlatIndex, SparseIndex
+from tests.real_data import real_file
 
 PAGES = [
     ("Red Sand", "Red Sand is a film that Ada Holm wrote."),

@@ -13,14 +13,7 @@ from rllib_mhgpo.data import Passage
 from rllib_mhgpo.envs.search import SearchEnv, dealt
 from rllib_mhgpo.errors import ConfigError, RolloutError
 from rllib_mhgpo.spaces import TokenSequence
-from tests.toys import toy_questions, toy_tokenizer
-
-PROMPTS = {
-    "base": "hotpot",
-    "rewriter": {"template": "ask {question}", "system": "", "examples": []},
-    "reranker": {"template": "{passages} for {queries}", "passage": "Document{id} {title}", "system": "", "examples": []},
-    "answerer": {"template": "{passages} answer {question}", "passage": "{title}: {text}", "system": "", "examples": []},
-}
+from tests.toys import PROMPTS, toy_questions, toy_tokenizer
 
 
 def make(**settings: Any) -> SearchEnv:
@@ -181,7 +174,7 @@ def test_a_fork_shares_resources_and_nothing_else() -> None:
 
 
 def test_long_prompts_lose_whole_passages_the_lowest_ranked_first() -> None:
-    """"Document0 P1\\nDocument1 Q1 for p1 page1" has 38 tokens, "Document0 P1 for p1 page1" has 25."""
+    """ "Document0 P1\\nDocument1 Q1 for p1 page1" has 38 tokens, "Document0 P1 for p1 page1" has 25."""
     env = play(make(max_prompt_tokens=37), "p1 page1")
     assert read(env) == "Document0 P1 for p1 page1"
     say(env, "Document0,Document1")

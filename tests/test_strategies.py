@@ -24,7 +24,9 @@ def relay(order: Sequence[str]) -> Relay:
     return env
 
 
-def roll(strategy: str, order: Sequence[str], group_size: int, roots: Sequence[int] = (0,), **options: Any) -> list[RolloutTree]:
+def roll(
+    strategy: str, order: Sequence[str], group_size: int, roots: Sequence[int] = (0,), **options: Any
+) -> list[RolloutTree]:
     env = relay(order)
     chosen = STRATEGIES[strategy](Options(group_size, len(set(order)), **options))
     engine = ScriptedEngine(env.tokenizer, lambda prompt, sample: f"w{sample}")

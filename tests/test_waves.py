@@ -49,7 +49,15 @@ class Relay(TokenEnv):
 
 
 def how(group_size: int = 4, **changes: Any) -> Play:
-    return Play(**{"strategy": ForkOnFirst(Options(group_size, 3)), "temperature": 1.0, "max_tokens": 8, "seed": (0, 0), **changes})
+    return Play(
+        **{
+            "strategy": ForkOnFirst(Options(group_size, 3)),
+            "temperature": 1.0,
+            "max_tokens": 8,
+            "seed": (0, 0),
+            **changes,
+        }
+    )
 
 
 def roll(env: Any, script: Any, roots: Sequence[int] = (0,), **changes: Any) -> list[RolloutTree]:
@@ -78,6 +86,7 @@ def test_each_branch_goes_its_own_way() -> None:
 
 def test_every_agent_of_a_trajectory_has_its_grpo_advantage() -> None:
     """Identity 1: FoF without penalties; two of four trajectories end well: +-0.5 / (1 / sqrt(3))."""
+
     def script(prompt: str, sample: int) -> str:
         return f"w{sample}" if prompt.startswith("first") else "good" if "w1" in prompt or "w2" in prompt else "bad"
 
@@ -127,6 +136,7 @@ def test_a_bad_rollout_is_left_out_and_told() -> None:
 
 def test_a_reward_that_is_no_number_voids_its_rollout_naming_question_and_agent() -> None:
     """R8."""
+
     class Broken(Relay):
         def reward_all(self, shared: float) -> None:
             super().reward_all(float("nan") if "w1" in self.words else shared)
@@ -151,7 +161,12 @@ class TwoRounds(Relay):
 
 def test_agents_may_act_again_and_fork_only_at_their_first_act() -> None:
     (tree,) = roll(TwoRounds(), lambda prompt, i: "w", group_size=2)
-    assert [(g.agent, g.act) for g in tree.generations[::2]] == [("first", 0), ("second", 0), ("first", 1), ("second", 1)]
+    assert [(g.agent, g.act) for g in tree.generations[::2]] == [
+        ("first", 0),
+        ("second", 0),
+        ("first", 1),
+        ("second", 1),
+    ]
     assert len(tree.generations) == 8
 
 

@@ -132,8 +132,18 @@ class ScriptedEngine:
 PROMPTS: dict[str, Any] = {
     "base": "hotpot",
     "rewriter": {"template": "ask {question}", "system": "", "examples": []},
-    "reranker": {"template": "{passages} for {queries}", "passage": "Document{id} {title}", "system": "", "examples": []},
-    "answerer": {"template": "{passages} answer {question}", "passage": "{title}: {text}", "system": "", "examples": []},
+    "reranker": {
+        "template": "{passages} for {queries}",
+        "passage": "Document{id} {title}",
+        "system": "",
+        "examples": [],
+    },
+    "answerer": {
+        "template": "{passages} answer {question}",
+        "passage": "{title}: {text}",
+        "system": "",
+        "examples": [],
+    },
 }
 """Short prompts for the search environment."""
 

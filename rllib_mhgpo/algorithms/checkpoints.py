@@ -35,5 +35,7 @@ def whole_or_absent(save: Callable[..., str], path: str | Path | None, **kwargs:
         shutil.rmtree(part, ignore_errors=True)
         if not isinstance(error, OSError) and "No space left" not in str(error):
             raise
-        raise CheckpointError(f"{place}: the checkpoint cannot be written: {error}. Nothing was left behind.") from error
+        raise CheckpointError(
+            f"{place}: the checkpoint cannot be written: {error}. Nothing was left behind."
+        ) from error
     return str(place)

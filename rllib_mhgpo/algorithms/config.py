@@ -17,11 +17,11 @@ from rllib_mhgpo.algorithms.registration import check_environment, make_environm
 from rllib_mhgpo.errors import ConfigError, did_you_mean
 from rllib_mhgpo.runner import LLMEnvRunner
 
-USED_RLLIB_KEYS = frozenset(
-    "env env_config lr grad_clip num_epochs seed callbacks callbacks_class num_env_runners num_cpus_per_env_runner "
-    "num_gpus_per_env_runner custom_resources_per_env_runner num_cpus_for_main_process placement_strategy "
-    "evaluation_interval log_level framework framework_str keep_per_episode_custom_metrics".split()
-)
+USED_RLLIB_KEYS = {
+    "env", "env_config", "lr", "grad_clip", "num_epochs", "seed", "callbacks", "callbacks_class", "num_env_runners",
+    "num_cpus_per_env_runner", "num_gpus_per_env_runner", "custom_resources_per_env_runner", "num_learners",
+    "num_cpus_for_main_process", "placement_strategy", "evaluation_interval", "log_level", "framework", "framework_str",
+}  # fmt: skip
 
 
 class LLMConfig(AlgorithmConfig):
@@ -32,7 +32,7 @@ class LLMConfig(AlgorithmConfig):
         "float32"
     )
     engine: Annotated[Literal["hf"], Field(description="what generates")] = "hf"
-    engine_config: Annotated[dict[str, Any], Field(description="passed to the engine")] = {}
+    engine_config: Annotated[dict[str, Any], Field(description="passed to the engine")] = {}  # noqa: RUF012  # copied
     temperature: Annotated[float, Field(gt=0, description="of sampling and of the log-probabilities")] = 1.0
     max_prompt_tokens: Annotated[
         int | None, Field(ge=1, description="longest prompt; null: what responses leave of the context")
@@ -183,7 +183,8 @@ class LLMConfig(AlgorithmConfig):
 
     def as_json(self) -> dict[str, Any]:
         """Returns this package's keys and the environment as JSON-like values that :meth:`check` takes."""
-        return json.loads(json.dumps({key: self[key] for key in (*own_keys(type(self)), "env", "env_config")}, default=str))
+        values = {key: self[key] for key in (*own_keys(type(self)), "env", "env_config")}
+        return dict(json.loads(json.dumps(values, default=str)))
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         """The language model as RLModule."""

@@ -70,8 +70,10 @@ def open_system(checkpoint: str | Path, env_config: Mapping[str, Any]) -> System
     policy = folder / POLICY
     if "config" not in metadata or not policy.is_dir():
         raise CheckpointError(f"{folder}: expected a checkpoint of this package with a policy in {POLICY}, found none.")
-    config: LLMConfig = resolve_algorithm(metadata["algorithm"]).get_default_config().update_from_dict(  # type: ignore[attr-defined]
-        {**metadata["config"], "env_config": {**metadata["config"]["env_config"], **env_config}}
+    algorithm: Any = resolve_algorithm(metadata["algorithm"])
+    trained = metadata["config"]
+    config: LLMConfig = algorithm.get_default_config().update_from_dict(
+        {**trained, "env_config": {**trained["env_config"], **env_config}}
     )
     model, tokenizer = load_model(str(policy)), load_tokenizer(str(policy))
     engine = HFEngine(model, eos_ids(model, tokenizer), getattr(torch, config.dtype), **config.engine_config)
@@ -86,7 +88,7 @@ def find_checkpoint(path: Path) -> Path:
     found = sorted(path.glob("**/checkpoint_*/rllib_checkpoint.json"), key=lambda file: file.stat().st_mtime)
     if not found:
         raise CheckpointError(
-            f"{path}: expected a checkpoint folder (with rllib_checkpoint.json) or a run's folder with checkpoints in it,"
+            f"{path}: expected a checkpoint folder (with rllib_checkpoint.json) or a run's folder with checkpoints,"
             f" found {'neither' if path.exists() else 'nothing there'}."
         )
     return found[-1].parent

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.core.learner.training_data import TrainingData
@@ -138,7 +137,7 @@ class LLMAlgorithm(Algorithm):
         return self._dev
 
     @classmethod
-    def _should_create_evaluation_env_runners(cls, eval_config: Any) -> bool:
+    def _should_create_evaluation_env_runners(cls, eval_config: Any) -> bool:  # noqa: ARG003  # RLlib's signature
         """Evaluation runs on the training runners: a second group would hold a second engine."""
         return False
 

@@ -57,11 +57,11 @@ class MHGPOConfig(LLMConfig):
         str, Field(description="where rollouts fork: fof, rr, fof_os, is, fork_counts or module:Class")
     ] = "fof"
     group_size: Annotated[int, Field(ge=2, description="responses of a group, G")] = 4
-    fork_probs: Annotated[list[float], Field(description="rr: probability of each agent to be the fork")] = [
+    fork_probs: Annotated[tuple[float, ...], Field(description="rr: probability of each agent to be the fork")] = (
         0.7,
         0.1,
         0.2,
-    ]
+    )
     fork_counts: Annotated[
         list[int] | None, Field(description="fork_counts: responses each agent draws a state at its first act")
     ] = None
@@ -119,7 +119,7 @@ class MHGPOConfig(LLMConfig):
         counts = self.fork_counts or []
         if self.rollout_strategy == "fork_counts" and (max(counts, default=0) < 2 or min(counts) < 1):
             raise ConfigError(
-                f"config: fork_counts: expected numbers of at least 1, one of them at least 2, found {self.fork_counts}."
+                f"config: fork_counts: expected numbers of at least 1, one of them at least 2; found {self.fork_counts}"
             )
 
 
@@ -138,7 +138,9 @@ class MHGPO(LLMAlgorithm):
         for name, values in (("fork_probs", config.fork_probs), ("fork_counts", config.fork_counts)):
             used = config.rollout_strategy == {"fork_probs": "rr"}.get(name, name)
             if used and len(values) != count:
-                raise ConfigError(f"config: {name}: expected {count} numbers, one for each of {self.agents}, found {values}.")
+                raise ConfigError(
+                    f"config: {name}: expected {count} numbers, one for each of {self.agents}, found {values}."
+                )
         strangers = [agent for agent in config.train_agents or [] if agent not in self.agents]
         if strangers or config.train_agents == []:
             raise ConfigError(f"config: train_agents: expected some of {self.agents}, found {config.train_agents}.")
@@ -184,7 +186,11 @@ class MHGPO(LLMAlgorithm):
         reward = shared + specific
         trained, group = np.flatnonzero(flat.trained), self._groups(flat, rng)
         advantages = group_advantages(
-            reward[trained], group[trained], self.config.advantage_norm, self.config.advantage_ddof, self.config.std_floor
+            reward[trained],
+            group[trained],
+            self.config.advantage_norm,
+            self.config.advantage_ddof,
+            self.config.std_floor,
         )
         credit: Credit = {"reward": reward, "reward_shared": shared, "reward_specific": specific, "group": group}
         for name, values in zip(("advantage", "zero_std", "singleton"), advantages, strict=True):
@@ -204,7 +210,9 @@ class MHGPO(LLMAlgorithm):
             )
         return TrainBatch.of(flat.generations, credit["advantage"], weights, steps)
 
-    def _propagated(self, flat: FlatTrees, specific: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.float64]:
+    def _propagated(
+        self, flat: FlatTrees, specific: NDArray[np.float64], rng: np.random.Generator
+    ) -> NDArray[np.float64]:
         own = (np.arange(len(flat.team)), flat.team)
         earned = flat.shared.copy()
         if self.config.propagate_specific:
@@ -239,8 +247,8 @@ class MHGPO(LLMAlgorithm):
         limits = self.config.max_response_tokens
         limit = np.array([limits if isinstance(limits, int) else limits[g.agent] for g in flat.generations])
         length = np.array([len(generation.response) for generation in flat.generations])
-        return -np.clip((length - (limit - width)) / width, 0.0, 1.0)
-
+        penalty: NDArray[np.float64] = -np.clip((length - (limit - width)) / width, 0.0, 1.0)
+        return penalty
 
     def _kl_penalty(self, flat: FlatTrees) -> NDArray[np.float64]:
         """``kl_beta`` times the summed k1 estimate of each response, where the KL is part of the reward."""
@@ -248,7 +256,9 @@ class MHGPO(LLMAlgorithm):
             return np.zeros(len(flat.generations))
         ones = np.ones(len(flat.generations))
         batch = TrainBatch.of(flat.generations, ones, ones, np.zeros(len(ones), dtype=np.int64))
-        (kl,) = (result.get() for result in self.learner_group.foreach_learner(lambda learner: learner.reference_kl(batch)))
+        (kl,) = (
+            result.get() for result in self.learner_group.foreach_learner(lambda learner: learner.reference_kl(batch))
+        )
         penalty: NDArray[np.float64] = self.config.kl_beta * kl
         return penalty
 

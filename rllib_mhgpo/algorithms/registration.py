@@ -39,7 +39,8 @@ def import_named(key: str, name: str, table: Mapping[str, Any]) -> Any:
         return table[name]
     if ":" not in name:
         raise ConfigError(
-            f"config: {key}: expected one of {', '.join(table)} or module:name, found {name!r}." + did_you_mean(name, table)
+            f"config: {key}: expected one of {', '.join(table)} or module:name, found {name!r}."
+            + did_you_mean(name, table)
         )
     try:
         return load(name)
@@ -92,7 +93,9 @@ def import_environment(path: str) -> type:
     try:
         return load(path)  # type: ignore[no-any-return]
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"env: {path!r} cannot be imported: {error}. Give module:Class on the Python path.") from error
+        raise ConfigError(
+            f"env: {path!r} cannot be imported: {error}. Give module:Class on the Python path."
+        ) from error
 
 
 def build(cls: type, offered: Mapping[str, Any], config: Mapping[str, Any]) -> Any:

@@ -75,7 +75,7 @@ class Role:
     Attributes:
         template: the request, with ``{question}``, ``{queries}`` and ``{passages}`` where the role needs them.
         parser: a name of :data:`PARSERS` or ``module:function``.
-        passage: one passage, with ``{id}`` (its position), ``{title}`` and ``{text}``; passages stand on lines of their own.
+        passage: one passage, with ``{id}`` (its position), ``{title}`` and ``{text}``; each on a line.
         passage_chars: characters of a passage's text that are shown, all when None.
         query: what stands between two queries.
         system: the system message, left out when empty.
@@ -148,7 +148,9 @@ def load_prompts(spec: str | Mapping[str, Any], kinds: Mapping[str, str]) -> dic
     roles = {agent: chosen_set[kind] for agent, kind in kinds.items()}
     for agent, change in changes.items():
         if agent not in roles:
-            raise ConfigError(f"env_config.prompts: no agent {agent!r}; agents: {', '.join(roles)}." + did_you_mean(agent, roles))
+            raise ConfigError(
+                f"env_config.prompts: no agent {agent!r}; agents: {', '.join(roles)}." + did_you_mean(agent, roles)
+            )
         roles[agent] = change_role(agent, roles[agent], change)
     return roles
 
@@ -157,7 +159,9 @@ def prompt_set(name: str) -> Mapping[str, Role]:
     """Returns a built-in set: ``hotpot`` (instructions with a worked example each) or ``minipedia`` (terse forms)."""
     places = {"hotpot": "rllib_mhgpo.envs.hotpot_prompts", "minipedia": "rllib_mhgpo.envs.minipedia.forms"}
     if name not in places:
-        raise ConfigError(f"env_config.prompts: expected one of {sorted(places)}, found {name!r}." + did_you_mean(name, places))
+        raise ConfigError(
+            f"env_config.prompts: expected one of {sorted(places)}, found {name!r}." + did_you_mean(name, places)
+        )
     return import_module(places[name]).ROLES  # type: ignore[no-any-return]
 
 
@@ -166,7 +170,9 @@ def change_role(agent: str, role: Role, change: Mapping[str, Any]) -> Role:
     known = {field.name for field in fields(Role)}
     for key in change:
         if key not in known:
-            raise ConfigError(f"env_config.prompts.{agent}: no field {key!r}; fields: {sorted(known)}." + did_you_mean(key, known))
+            raise ConfigError(
+                f"env_config.prompts.{agent}: no field {key!r}; fields: {sorted(known)}." + did_you_mean(key, known)
+            )
     values = dict(change)
     if "examples" in values:
         values["examples"] = tuple((str(asked), str(replied)) for asked, replied in values["examples"])

@@ -1,4 +1,4 @@
-"""Multi-hop search by three agents: the rewriter asks, the environment retrieves, the reranker chooses, the answerer answers.
+"""Multi-hop search by three agents: one asks, the environment retrieves, one chooses, one answers.
 
 Retrieval happens inside the step, for all environments of a wave in one call. Defaults are those of section 4.1 of
 arXiv:2506.02718: at most 4 queries share 10 passages, penalties of 0.5 and 1 for illegal outputs, reward is the F1.
@@ -142,7 +142,9 @@ class SearchEnv(TokenEnv):
     def _earned(self) -> float:
         reward = float(self.reward_function(self.answer, self.question.answers))
         if not math.isfinite(reward):
-            raise RolloutError(f"question {self.question.id!r}, agent 'answerer': expected a finite reward, found {reward}.")
+            raise RolloutError(
+                f"question {self.question.id!r}, agent 'answerer': expected a finite reward, found {reward}."
+            )
         return reward
 
     @classmethod

@@ -2,8 +2,8 @@
 
 A subclass knows text and writes three methods: what the acting agent reads (:meth:`TokenEnv.prompt`), what its text
 does (:meth:`TokenEnv.act`) and whose turn is next (:meth:`TokenEnv.next_agent`). This class owns the tokenizer and the
-PettingZoo protocol: observations are the prompt's token ids, actions the response's. Ids that a policy sampled are never
-made again from text; text is made of them only to build the next agent's prompt.
+PettingZoo protocol: observations are the prompt's token ids, actions the response's. Ids that a policy sampled are
+never made again from text; text is made of them only to build the next agent's prompt.
 """
 
 import copy
@@ -73,7 +73,7 @@ class TokenEnv(AECEnv):
         raise NotImplementedError
 
     def num_roots(self, split: str = "train") -> int:
-        """Returns how many root inputs the split has: ``reset(options={"index": i, "split": split})`` for i below it."""
+        """Returns how many root inputs the split has; ``reset(options={"index": i, "split": split})`` takes one."""
         return 1_000_000
 
     @classmethod
@@ -166,7 +166,7 @@ class TokenEnv(AECEnv):
         return self._observation
 
     def step(self, action: Any) -> None:
-        """Takes the response of the agent whose turn it is: token ids, or ``{agent: ids}``; None for an agent at its end."""
+        """Takes the response of the agent whose turn it is, ids or ``{agent: ids}``; None for an agent at its end."""
         if self.terminations[self.agent_selection] or self.truncations[self.agent_selection]:
             self._was_dead_step(action)
         else:
