@@ -242,3 +242,24 @@ def group_similarity(tokens: Ints, rows: Ints, groups: Ints) -> Floats:
     distinct = np.bincount(held // width, minlength=len(sizes))
     with np.errstate(invalid="ignore", divide="ignore"):
         return np.where(sizes > 1, common / ((sizes - 1.0) * distinct), np.nan)
+
+
+def gae(rewards: Floats, values: Floats, gamma: float = 1.0, lambda_: float = 1.0) -> Floats:
+    """Generalised advantages of one response's T tokens; nothing follows the last.
+
+    ``A_t = delta_t + gamma lambda A_{t+1}``, ``delta_t = r_t + gamma V_{t+1} - V_t``. Source: arXiv:1506.02438,
+    equation 16.
+
+    Args:
+        rewards, values: (T,).
+
+    >>> gae(np.array([0.0, 1.0]), np.array([0.5, 0.5])).tolist()
+    [0.5, 0.5]
+    """
+    advantages = np.zeros(len(values))
+    following = following_value = 0.0
+    for t in reversed(range(len(values))):
+        delta = rewards[t] + gamma * following_value - values[t]
+        following = advantages[t] = delta + gamma * lambda_ * following
+        following_value = values[t]
+    return advantages
