@@ -73,8 +73,8 @@ def line(seed: int, seconds: float, peak: float, progress: Path) -> str:
     )
     cells = (
         seed, f"{float(last['dev_start/f1']):.3f}", f"{float(last['dev/f1']):.3f}",
-        f"{float(last['dev_start/em']):.3f}", f"{float(last['dev/em']):.3f}", len(rows), f"{seconds:.0f}", f"{total:.2f}",
-        f"{middle('time/generate_s'):.2f}", f"{middle('time/update_s'):.2f}", f"{100 * (1 - model / total):.1f} %",
+        f"{float(last['dev_start/em']):.3f}", f"{float(last['dev/em']):.3f}", len(rows), f"{seconds:.0f}",
+        f"{total:.2f}", f"{middle('time/generate_s'):.2f}", f"{middle('time/update_s'):.2f}", f"{100 * (1 - model / total):.1f} %",
         f"{1000 * overhead / middle('num_generations'):.2f}", f"{peak / 2**30:.2f}",
     )  # fmt: skip
     return "| " + " | ".join(map(str, cells)) + " |"
