@@ -177,6 +177,7 @@ def test_grid_search_is_found_at_any_depth() -> None:
         ("a: {run: PPO, stop: {training_iteration: ten}}", "training_iteration: expected a number, found 'ten'"),
         ("a: {run: PPO, num_samples: 0}", "num_samples: expected a whole number of at least 1, found 0"),
         ("a: {run: PPO, checkpoint_config: {num_keep: 1}}", "Did you mean 'num_to_keep'?"),
+        ("a: {run: PPO, keep_checkpoints_num: 0}", "num_to_keep: expected a whole number of at least 1, found 0"),
         ("a: {run: POP, env: CartPole-v1}", "Did you mean 'PPO'?"),
         ("a: {run: MGHPO, env: search}", "Did you mean 'MHGPO'?"),
         ("a: {run: PPO, env: cartpole}", "Did you mean 'CartPole-v1'?"),

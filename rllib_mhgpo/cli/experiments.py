@@ -94,9 +94,9 @@ def normalise(spec: Any, source: str) -> Experiment:
     for key, value in made["stop"].items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{source}: stop: {key}: expected a number, found {value!r}.")
-    samples = made.setdefault("num_samples", 1)
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ConfigError(f"{source}: num_samples: expected a whole number of at least 1, found {samples!r}.")
+    _whole(made.setdefault("num_samples", 1), 1, f"{source}: num_samples")
+    for key, least in (("checkpoint_frequency", 0), ("num_to_keep", 1)):
+        _whole(made["checkpoint_config"].get(key, least), least, f"{source}: checkpoint_config: {key}")
     return made
 
 
@@ -162,6 +162,11 @@ def refuse_unknown(found: Iterable[str], known: Iterable[str], source: str) -> N
     for key in found:
         if key not in known:
             raise ConfigError(f"{source}: unknown key {key!r}; keys are {', '.join(known)}.{did_you_mean(key, known)}")
+
+
+def _whole(value: Any, least: int, source: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{source}: expected a whole number of at least {least}, found {value!r}.")
 
 
 def _mapping(value: Any, source: str) -> Mapping[str, Any]:

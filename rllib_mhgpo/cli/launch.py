@@ -7,7 +7,6 @@ silence, paths that stay relative to where one stands, and refusals of what Tune
 import inspect
 import logging
 import os
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -119,17 +118,30 @@ def local_ray(verbosity: int, address: str | None = None, **resources: int | Non
 
 
 def _run(name: str, experiment: Experiment, algorithm: type, options: RunOptions, console: Console) -> int:
-    from ray import tune
-
     from rllib_mhgpo.cli.failures import report_failures
     from rllib_mhgpo.cli.interrupts import EXIT_CODE, interruptible, report_interrupt
-    from rllib_mhgpo.cli.progress import PLAIN, Progress
+    from rllib_mhgpo.cli.progress import Progress
 
     register()
     if not options.ray_address:
         require_resources(experiment, algorithm)
-    progress, started = Progress(console, experiment["stop"]), time.monotonic()
+    progress = Progress(console, experiment["stop"])
     with progress, interruptible(progress) as interrupted:
+        trials = _tune(name, experiment, algorithm, options, progress)
+    if interrupted.is_set():
+        report_interrupt(progress)
+        return EXIT_CODE
+    failures = [trial for trial in trials if trial.status == "ERROR"]
+    progress.report(name, trials, without=failures)
+    report_failures(failures, options.verbosity)
+    return 1 if failures else 0
+
+
+def _tune(name: str, experiment: Experiment, algorithm: type, options: RunOptions, progress: Any) -> list[Any]:
+    """Runs one experiment and returns its trials, ended, failed or interrupted."""
+    from ray import tune
+
+    try:
         analysis = tune.run(
             algorithm,
             name=name,
@@ -144,19 +156,9 @@ def _run(name: str, experiment: Experiment, algorithm: type, options: RunOptions
             raise_on_failed_trial=False,
             **{key: experiment[key] for key in PASSED_ON if key in experiment},
         )
-    failures = [trial for trial in analysis.trials if trial.status == "ERROR"]
-    for trial in analysis.trials:
-        row = progress.row(trial)
-        row.add(trial.last_result or {})
-        row.checkpoint = trial.checkpoint.path if trial.checkpoint else row.checkpoint
-        if trial not in failures and not interrupted.is_set():
-            label = f"{name}: " if len(analysis.trials) == 1 else f"{name} [{row.name}]: "
-            console.print(label + row.summary(time.monotonic() - started), **PLAIN)
-    if interrupted.is_set():
-        report_interrupt(progress)
-        return EXIT_CODE
-    report_failures(failures, options.verbosity)
-    return 1 if failures else 0
+    except (tune.TuneError, OSError) as error:
+        raise ConfigError(f"{name}: Tune cannot run it: {error}") from error
+    return list(analysis.trials)
 
 
 def storage_of(experiment: Experiment, options: RunOptions) -> str | None:

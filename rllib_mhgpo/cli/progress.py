@@ -157,6 +157,16 @@ class Progress(Callback):
         """Marks the trial as failed."""
         self.row(trial).state = "failed"
 
+    def report(self, name: str, trials: list[Any], without: list[Any]) -> None:
+        """Prints the last line of each trial of experiment ``name``, but not of those in ``without``."""
+        for trial in trials:
+            row = self.row(trial)
+            row.add(trial.last_result or {})
+            row.checkpoint = trial.checkpoint.path if trial.checkpoint else row.checkpoint
+            if trial not in without:
+                label = f"{name}: " if len(trials) == 1 else f"{name} [{row.name}]: "
+                self.console.print(label + row.summary(time.monotonic() - self.started), **PLAIN)
+
     def table(self) -> Table:
         """Returns the trials as a table: those still running first."""
         rows = sorted(self.rows.values(), key=lambda row: row.state in ("done", "failed"))[:MOST_ROWS]
