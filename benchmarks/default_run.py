@@ -71,12 +71,10 @@ def line(seed: int, seconds: float, peak: float, progress: Path) -> str:
     overhead = median(
         float(row["time/total_s"]) - float(row["time/generate_s"]) - float(row["time/update_s"]) for row in rows
     )
-    cells = (
-        seed, f"{float(last['dev_start/f1']):.3f}", f"{float(last['dev/f1']):.3f}",
-        f"{float(last['dev_start/em']):.3f}", f"{float(last['dev/em']):.3f}", len(rows), f"{seconds:.0f}",
-        f"{total:.2f}", f"{middle('time/generate_s'):.2f}", f"{middle('time/update_s'):.2f}", f"{100 * (1 - model / total):.1f} %",
-        f"{1000 * overhead / middle('num_generations'):.2f}", f"{peak / 2**30:.2f}",
-    )  # fmt: skip
+    scores = (f"{float(last[f'{when}/{score}']):.3f}" for score in ("f1", "em") for when in ("dev_start", "dev"))
+    times = (f"{seconds:.0f}", f"{total:.2f}", f"{middle('time/generate_s'):.2f}", f"{middle('time/update_s'):.2f}")
+    rest = f"{100 * (1 - model / total):.1f} %", f"{1000 * overhead / middle('num_generations'):.2f}"
+    cells = (seed, *scores, len(rows), *times, *rest, f"{peak / 2**30:.2f}")
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
