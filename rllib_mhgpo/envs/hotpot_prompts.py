@@ -1,51 +1,66 @@
-"""The prompt set ``hotpot``: instruct models on HotpotQA-like questions.
+"""The prompt set ``hotpot``: how instruct models are asked on HotpotQA-like questions.
 
-Each role has a short instruction and one worked example, given as an earlier turn of the chat, because a small untrained
-model follows a shown form and ignores a described one. What is the same in every prompt comes first, so that an engine
-computes it once.
+Not parsers (those are in :mod:`rllib_mhgpo.envs.prompts`) and not tied to one model. The one idea: a small untrained
+model copies a form that it sees and ignores one that is described. So each role has one worked example as an earlier
+turn of the chat, and the request repeats the form where the output begins:
+
+- the rewriter reads the question twice and is shown to write it a third time before a query of its own;
+- passages are labelled ``[4]``: no title ever follows the output's own spelling ``Document4``;
+- the example's selection and the reminder name different documents, so that neither is simply copied.
+
+System message and example are the same in every prompt and come first: an engine computes them once.
 """
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from rllib_mhgpo.data import Passage
 from rllib_mhgpo.envs.prompts import Role
 
-PAGES = (
-    Passage(0, "Mill on the Tarn", "The Mill on the Tarn is a 1931 novel by Edda Voss, set in a village of weavers."),
-    Passage(1, "Tarn (lake)", "A tarn is a mountain lake that lies in a hollow carved by ice."),
-    Passage(2, "Edda Voss", "Edda Voss (1898 – 1967) was a novelist, born in the harbour town of Brannick."),
-)
+# invented: no such book, author or town is in any data set
 QUESTION = "In which town was the author of the novel Mill on the Tarn born?"
+NOVEL = Passage(0, "Mill on the Tarn", "Mill on the Tarn is a 1931 novel by Edda Voss, set in a village of weavers.")
+AUTHOR = Passage(1, "Edda Voss", "Edda Voss (1898 – 1967) was a novelist, born in the harbour town of Brannick.")
+LAKE = Passage(2, "Tarn (lake)", "A tarn is a mountain lake in a hollow carved by ice.")
 
 
-REWRITER = Role(
-    system="You turn a question into search queries. Write 1 to 4 short queries, one on each line, and nothing else.",
-    template="Question: {question}",
-    parser="queries",
-    examples=(("Question: " + QUESTION, "author of the novel Mill on the Tarn\ntown where the author of Mill on the Tarn was born"),),
-)
-
-_RERANKER = Role(
-    system="You choose the documents that help to answer a question. Write only their names, separated by commas, best first.",
-    template="{passages}\n\nQuestion: {question}\nWhich documents help?",
-    parser="document_ids",
-    passage="Document{id}: {title}: {text}",
-    passage_chars=250,
-)
-_ANSWERER = Role(
-    system="You answer a question from documents. Write only the answer, in as few words as possible.",
-    template="{passages}\n\nQuestion: {question}\nShort answer:",
-    parser="answer",
-    passage="{title}: {text}",
-    passage_chars=600,
-)
-
-
-def shown(role: Role, passages: tuple[Passage, ...], reply: str) -> Role:
-    from dataclasses import replace
-    return replace(role, examples=((role.messages(QUESTION, (), passages)[-1]["content"], reply),))
+def with_example(role: Role, reply: str, passages: Sequence[Passage] = ()) -> Role:
+    """Returns the role with one worked example: its own request about the invented question, and the reply."""
+    request = role.messages(QUESTION, (), passages)[-1]["content"]
+    return replace(role, examples=((request, reply),))
 
 
 ROLES: dict[str, Role] = {
-    "rewriter": REWRITER,
-    "reranker": shown(_RERANKER, PAGES, "Document0,Document2"),
-    "answerer": shown(_ANSWERER, (PAGES[0], PAGES[2]), "Brannick"),
+    "rewriter": with_example(
+        Role(
+            system="You write search queries, one on each line. You never answer.",
+            template="{question}\n{question}\nRepeat this question once, then name what it is about.",
+            parser="queries",
+        ),
+        f"{QUESTION}\nthe novel Mill on the Tarn",
+    ),
+    "reranker": with_example(
+        Role(
+            system="You choose documents. You reply with document names only, like Document0,Document2.",
+            template="Question: {question}\n\n{passages}\n\n"
+            "Write the names of the documents that help, like this: Document0,Document2",
+            parser="document_ids",
+            passage="[{id}] {title}: {text}",
+            # ten passages and the example: about 800 tokens
+            passage_chars=160,
+        ),
+        "Document1,Document0",
+        (NOVEL, AUTHOR, LAKE),
+    ),
+    "answerer": with_example(
+        Role(
+            system="You answer a question from documents. Write only the answer, in as few words as possible.",
+            template="{passages}\n\nQuestion: {question}\nShort answer:",
+            parser="answer",
+            passage="{title}: {text}",
+            passage_chars=400,
+        ),
+        "Brannick",
+        (NOVEL, AUTHOR),
+    ),
 }
