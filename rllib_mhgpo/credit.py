@@ -15,6 +15,8 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 EPSILON = 1e-6
+ROUNDING = 1e-9
+"""Rewards that differ by less are equal: sums in another order may differ in their last digits."""
 
 
 Aggregate = Callable[[Floats, Ints, int, np.random.Generator | None], Floats]
@@ -126,7 +128,7 @@ def group_advantages(
     highest, lowest = np.full(len(size), -np.inf), np.full(len(size), np.inf)
     np.maximum.at(highest, group, rewards)
     np.minimum.at(lowest, group, rewards)
-    equal = (highest == lowest)[group]
+    equal = (highest - lowest <= ROUNDING * np.maximum(1.0, np.abs(highest)))[group]
     if norm == "std":
         variance = np.bincount(group, centred**2) / np.maximum(size - ddof, 1)
         values = centred / (np.maximum(np.sqrt(variance), std_floor) + EPSILON)[group]
@@ -217,9 +219,9 @@ def regroup_singletons(groups: Ints, pools: Ints, size: int, rng: np.random.Gene
 def group_similarity(tokens: Ints, rows: Ints, groups: Ints) -> Floats:
     """Returns how alike the responses of each group are, 0 (no token in common) to 1 (the same tokens).
 
-    The share of a response's distinct tokens that another response of its group holds too, averaged over all pairs:
-    ``sum_t c_t (c_t - 1) / ((n - 1) sum_i |A_i|)``, where c_t of the n responses hold token t and response i has |A_i|
-    distinct ones. Linear in tokens.
+    Of the distinct tokens of a group's responses, the share that another response of the group holds too, over all
+    pairs together (a ratio of sums, so longer responses weigh more): ``sum_t c_t (c_t - 1) / ((n - 1) sum_i |A_i|)``,
+    where c_t of the n responses hold token t and response i has |A_i| distinct ones. Linear in tokens.
 
     Args:
         tokens, rows: (K,), token ids and the generations 0..N-1 they belong to.

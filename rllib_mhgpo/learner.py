@@ -112,8 +112,9 @@ class LLMLearner(TorchLearner):
         """Runs ``config.num_epochs`` passes over a :class:`TrainBatch`, one optimiser step for each of its ``steps``.
 
         Returns:
-            ``per_generation``: by name (B,) what the hook measured before each row's first step; ``grad_norms``: one a
-            step; ``skipped_steps``: how many had a gradient that was not finite.
+            ``rows``: ``updated`` (B,), which rows were computed, and ``measured``, by name (B,) what the hook measured
+            before each row's first step; ``grad_norms``: one a step; ``skipped_steps``: how many had a gradient that
+            was not finite.
         """
         batch: TrainBatch = training_data.batch
         self._check_is_built()
@@ -124,7 +125,7 @@ class LLMLearner(TorchLearner):
         norms, skipped = [], 0
         for epoch in range(self.config.num_epochs):
             for step in np.unique(batch.steps):
-                rows = np.flatnonzero((batch.steps == step) & (batch.weights != 0))
+                rows = np.flatnonzero((batch.steps == step) & self.has_gradient(batch))
                 numbers = self.accumulate(batch, rows, old_logprobs)
                 if epoch == 0:
                     for name, values in numbers.items():
@@ -134,7 +135,15 @@ class LLMLearner(TorchLearner):
                 norms += [] if norm is None else [norm]
         self.after_gradient_based_update(timesteps=timesteps or {})
         self._refresh_reference()
-        return {"per_generation": first_pass, "grad_norms": norms, "skipped_steps": skipped}
+        rows = {"updated": self.has_gradient(batch), "measured": first_pass}
+        return {"rows": rows, "grad_norms": norms, "skipped_steps": skipped}
+
+    def has_gradient(self, batch: TrainBatch) -> NDArray[np.bool_]:
+        """Which rows can move the weights, (B,); the others are not computed, and stay in the denominators.
+
+        A subclass whose loss has terms beside the advantage overrides this.
+        """
+        return (batch.weights != 0) & (batch.advantages != 0)
 
     def accumulate(
         self, batch: TrainBatch, rows: NDArray[np.int64], old_logprobs: Sequence[NDArray[np.float32]] | None = None

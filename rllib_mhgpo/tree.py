@@ -101,14 +101,29 @@ class RolloutTree:
             index = self.generations[index].previous
         return indices[::-1]
 
+    def paid_parents(self, child: int) -> list[int]:
+        """Returns the parents to which the reward of ``child`` runs back.
+
+        Those before a fork that does not pay are not: they are paid by the trajectory that was drawn for their reward.
+        """
+        first_paid, index = child, child
+        while self.generations[index].pays and self.generations[index].previous is not None:
+            first_paid = index = self.generations[index].previous  # type: ignore[assignment]
+        if not self.generations[index].pays:
+            first_paid = index
+        return [parent for parent in self.generations[child].parents if parent >= first_paid and parent != child]
+
     def prune(self) -> None:
-        """Removes what belongs to no finished trajectory."""
+        """Removes what belongs to no finished trajectory; what has lost the trajectory that paid it is not trained."""
         kept = sorted({index for leaf in self.leaves() for index in self.trajectory(leaf)})
         new = {old: index for index, old in enumerate(kept)}
         self.generations = [self.generations[old] for old in kept]
         for generation in self.generations:
             generation.parents = tuple(new[parent] for parent in generation.parents)
             generation.previous = None if generation.previous is None else new[generation.previous]
+        paid = {g.previous for g in self.generations if g.pays}
+        for index, generation in enumerate(self.generations):
+            generation.trained &= generation.scores is not None or index in paid
 
 
 class FlatTrees(NamedTuple):
@@ -144,9 +159,8 @@ def flatten(trees: Sequence[RolloutTree], agents: Sequence[str]) -> FlatTrees:
     edges = [
         (start + parent, start + child)
         for start, tree in zip(starts.tolist(), trees, strict=False)
-        for child, generation in enumerate(tree.generations)
-        for parent in generation.parents
-        if generation.pays
+        for child in range(len(tree.generations))
+        for parent in tree.paid_parents(child)
     ]
     teams = list(dict.fromkeys(team for g in generations for team in (g.team, *g.shared)))
     shared = np.zeros((len(generations), len(teams)))

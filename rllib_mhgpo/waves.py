@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class Play:
         seed: with root and path it decides every response and the environments' noise.
         split: which roots.
         keep_records: keep what the environment summarises of each episode.
+        common_noise: branches see the same noise of the environment instead of their own.
         context: most tokens of prompt and response together; response limits are lowered to it.
     """
 
@@ -41,6 +42,7 @@ class Play:
     seed: tuple[int, ...]
     split: str = "train"
     keep_records: bool = False
+    common_noise: bool = False
     context: int | None = None
 
     def limit(self, agent: str, prompt_length: int) -> int:
@@ -71,6 +73,7 @@ class Branch:
         acts: which act of its agent each act was.
         latest: index of each agent's generations so far, in order.
         previous: index of the generation that acted before.
+        teams: the team of each agent that has named one.
     """
 
     env: AECEnv
@@ -79,6 +82,7 @@ class Branch:
     acts: tuple[int, ...] = ()
     latest: dict[str, list[int]] = field(default_factory=dict)
     previous: int | None = None
+    teams: dict[str, str] = field(default_factory=dict)
 
     def generation(self) -> Generation:
         """The generation that acted last."""
@@ -93,11 +97,14 @@ class Branch:
 
     def fork(self, count: int) -> list["Branch"]:
         """Returns ``count`` branches, this one first, the others with copies of the environment."""
-        others = [
-            Branch(copy.deepcopy(self.env), self.tree, self.path, self.acts, copy.deepcopy(self.latest), self.previous)
-            for _ in range(count - 1)
-        ]
-        return [self, *others]
+        return [self, *(replace(self, env=copy.deepcopy(self.env), **self._own()) for _ in range(count - 1))]
+
+    def _own(self) -> dict[str, Any]:
+        return {"latest": copy.deepcopy(self.latest), "teams": dict(self.teams)}
+
+    def name_teams(self) -> None:
+        """Takes the teams that the environment names; an agent that names none stays where it was."""
+        self.teams.update({agent: info["team"] for agent, info in self.env.infos.items() if "team" in info})
 
 
 def play(env: AECEnv, engine: Engine, roots: Sequence[int], how: Play, seconds: dict[str, float]) -> list[RolloutTree]:
@@ -135,7 +142,16 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 def _begin(env: AECEnv, tree: RolloutTree, how: Play) -> Branch:
     branch = Branch(copy.deepcopy(env), tree)
     branch.env.reset(seed=how.stream(tree.root, ()) % 2**32, options={"index": tree.root, "split": how.split})
+    branch.name_teams()
     return branch
+
+
+def _reseed(env: AECEnv, seed: int) -> None:
+    """Gives a fork noise of its own, through ``reseed`` or through a generator in ``np_random``."""
+    if hasattr(env, "reseed"):
+        env.reseed(seed)
+    elif isinstance(getattr(env.unwrapped, "np_random", None), np.random.Generator):
+        env.unwrapped.np_random = np.random.default_rng(seed)
 
 
 def _observed(live: list[Branch], how: Play) -> tuple[list[Branch], list[Prompt], list[Sequence[bool]]]:
@@ -166,8 +182,8 @@ def _responded(
     forks = branch.fork(len(completions))
     for sample, (fork, completion) in enumerate(zip(forks, completions, strict=True)):
         fork.path, fork.acts = (*path, sample), (*fork.acts, act)
-        if hasattr(fork.env, "reseed"):
-            fork.env.reseed(how.stream(fork.tree.root, fork.path))
+        if not how.common_noise:
+            _reseed(fork.env, how.stream(fork.tree.root, fork.path))
         generation = Generation(
             agent, prompt.ids, completion.ids, completion.logprobs, completion.truncated, previous,
             act=act, path=fork.path, trained=trained[sample], pays=all(trained) or not trained[sample],
@@ -211,8 +227,9 @@ def _note(branch: Branch, how: Play) -> bool:
     """Writes rewards, parents and numbers of the last step into the tree; returns whether the episode is over."""
     env, generation = branch.env, branch.generation()
     rewards, infos = dict(env.rewards), dict(env.infos)
+    branch.name_teams()
     ended = _is_over(env)
-    teams = {agent: infos.get(agent, {}).get("team", TEAM) for agent in rewards}
+    teams = {agent: branch.teams.get(agent, TEAM) for agent in rewards}
     info = infos.get(generation.agent, {})
     generation.team = teams.get(generation.agent, TEAM)
     generation.specific, generation.shared = split_rewards(rewards, infos, teams, generation.agent, ended)

@@ -140,7 +140,7 @@ def test_a_batch_that_carries_no_loss_changes_nothing(folder: Path) -> None:
     before = weights(learner)
     result = update(learner, make_batch(weights=np.zeros(len(LENGTHS))))
     assert torch.equal(weights(learner), before)
-    assert result["per_generation"] == {}
+    assert result["rows"]["measured"] == {}
     assert result["skipped_steps"] == 0
 
 
@@ -151,6 +151,15 @@ def test_advantages_of_zero_leave_only_the_kl(folder: Path, kl_beta: float) -> N
     grad = gradient(learner, make_batch(advantages=np.zeros(len(LENGTHS))))
     assert grad.abs().max() < 1e-6
     assert (learner.reference is None) == (kl_beta == 0)
+
+
+def test_rows_without_advantage_are_not_computed_and_stay_in_the_denominators(folder: Path) -> None:
+    advantages = np.array([0.5, 0, 0, -0.3, 0, 0.2])
+    learner, other = make_learner(folder, kl_beta=0.0), make_learner(folder, kl_beta=0.0)
+    batch = make_batch(advantages=advantages)
+    result = update(learner, batch)
+    assert result["rows"]["updated"].tolist() == (advantages != 0).tolist()
+    assert torch.allclose(gradient(other, batch), gradient(other, batch, [0, 3, 5]), atol=1e-7)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(folder: Path) -> None:
@@ -175,10 +184,10 @@ def test_the_ratio_moves_when_the_weights_do(folder: Path) -> None:
         learner.forward(batch, np.array([i]), batch.logprobs).logp[0].detach().numpy() for i in range(len(batch))
     ]
     fresh = make_batch(logprobs=recorded)
-    result = update(learner, fresh)["per_generation"]
+    result = update(learner, fresh)["rows"]["measured"]
     assert result["ratio_max"] == pytest.approx(np.ones(len(LENGTHS)), abs=1e-4)
     assert result["clip_fraction"].sum() == 0
-    moved = update(learner, fresh)["per_generation"]
+    moved = update(learner, fresh)["rows"]["measured"]
     assert abs(moved["ratio_max"] - 1).max() > 1e-2
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from rllib_mhgpo.algorithms.mhgpo import by_prompt, by_question
 from rllib_mhgpo.credit import propagate, regroup_singletons
+from rllib_mhgpo.errors import RolloutError
 from rllib_mhgpo.sampling import STRATEGIES, Options, RoundRobin, Visit
 from rllib_mhgpo.tree import RolloutTree, flatten
 from rllib_mhgpo.waves import Play, play
@@ -141,3 +142,45 @@ def test_a_strategy_of_ones_own_is_one_class_with_one_method() -> None:
     engine = ScriptedEngine(env.tokenizer, lambda prompt, sample: "w")
     (tree,) = play(env, engine, [0], Play(TwoThenThree(Options(2, 3)), 1.0, 8, (0,)), {})
     assert counts(tree) == [2, 6, 6]
+
+
+def test_on_a_graph_too_independent_forks_are_paid_by_their_own_continuation() -> None:
+    """a and b feed c, c feeds d; every c below a trained fork of b is earned for b alone, not for a."""
+
+    class Graph(Relay):
+        order = ("a", "b", "c", "d")
+
+        def act(self, agent: str, text: str) -> None:
+            super().act(agent, text)
+            self.infos[agent]["parents"] = {"a": [], "b": [], "c": ["a", "b"], "d": ["c"]}[agent]
+
+    env = Graph(toy_tokenizer())
+    engine = ScriptedEngine(env.tokenizer, lambda prompt, sample: "w")
+    (tree,) = play(env, engine, [0], Play(STRATEGIES["is"](Options(3, 4)), 1.0, 8, (0,)), {})
+    flat = flatten([tree], ["a", "b", "c", "d"])
+    earned = np.array([[float(len(g.path) == 4 and g.path[:2] == (0, 0))] for g in tree.generations])
+    shared = propagate(flat.edges, earned)[:, 0]
+    by_path = {g.path: value for g, value in zip(tree.generations, shared, strict=True)}
+    assert by_path[0,] == 1
+    assert by_path[1,] == by_path[2,] == 0
+    assert sum(1 for parent, _ in flat.edges if tree.generations[parent].path == (0,)) == 1
+
+
+def test_an_output_that_has_lost_its_paying_continuation_is_not_trained() -> None:
+    class Crashing(Relay):
+        order = ("a", "b")
+
+        def act(self, agent: str, text: str) -> None:
+            if agent == "b" and self.words == ["0", "w0"] and text == "w0":
+                raise RolloutError("crashed")
+            super().act(agent, text)
+
+    env = Crashing(toy_tokenizer())
+    engine = ScriptedEngine(env.tokenizer, lambda prompt, sample: f"w{sample}")
+    (tree,) = play(env, engine, [0], Play(STRATEGIES["is"](Options(3, 2)), 1.0, 8, (0,)), {})
+    assert [(g.path, g.trained) for g in tree.generations if g.agent == "a"] == [
+        ((0,), False),
+        ((1,), True),
+        ((2,), True),
+    ]
+    assert sum(g.trained for g in tree.generations if g.agent == "b") == 3

@@ -40,6 +40,7 @@ class LLMConfig(AlgorithmConfig):
     max_response_tokens: Annotated[
         int | dict[str, int], Field(description="longest response: one number, or one by agent")
     ] = 64
+    common_noise: Annotated[bool, Field(description="branches of a tree see the same noise of the environment")] = False
     questions_per_iteration: Annotated[int, Field(ge=1, description="root inputs of an iteration")] = 24
     minibatch_questions: Annotated[
         int | None, Field(ge=1, description="root inputs of an optimiser step, all when null")

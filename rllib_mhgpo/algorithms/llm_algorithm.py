@@ -88,6 +88,7 @@ class LLMAlgorithm(Algorithm):
         self.check_agents()
         self._dev: dict[str, float] = {}
         self._dev_start: dict[str, float] = {}
+        self._updates = 0
         self._seconds: dict[str, float] = {}
         self._iteration_results: dict[str, Any] = {}
 
@@ -110,13 +111,17 @@ class LLMAlgorithm(Algorithm):
         with self._clock("sync"):
             if not self.config.shares_module:
                 self.env_runner_group.sync_weights(from_worker_or_learner_group=self.learner_group)
+        self._updates = self.iteration + 1
         seconds = {**self._seconds, "total": time.perf_counter() - started}
-        self._iteration_results = results.summarise(trees, flat, credit, batch, update, self.agents, seconds)
+        self._iteration_results = results.summarise(
+            trees, results.Iteration(flat, credit, batch, **update.pop("rows")), update, self.agents, seconds
+        )
 
     def step(self) -> dict[str, Any]:
         """One iteration's results: RLlib's own, and the columns of docs/metrics.md."""
         result = super().step()
         result.pop("evaluation", None)
+        self._iteration_results["time"]["evaluate_s"] = self._seconds.get("evaluate", 0.0)
         return {
             **result,
             **self._iteration_results,
@@ -132,8 +137,7 @@ class LLMAlgorithm(Algorithm):
             count = min(self.num_dev_roots, self.config.evaluation_questions or self.num_dev_roots)
             how = self._play(ONE_TRAJECTORY, temperature=0.0, split="dev")
             trees = [tree for rollouts in self._roll_out(range(count), how) for tree in rollouts.trees]
-        updates = self.iteration + 1 if self._dev_start else 0
-        self._dev = {**results.mean_scores(trees, divisor=count), "iteration": updates, "questions": count}
+        self._dev = {**results.mean_scores(trees, divisor=count), "iteration": self._updates, "questions": count}
         return self._dev
 
     @classmethod
@@ -145,7 +149,7 @@ class LLMAlgorithm(Algorithm):
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Adds the run's seed and dev scores; the roots dealt so far follow from seed and iteration."""
-        own = {"seed": self.run_seed, "dev": self._dev, "dev_start": self._dev_start}
+        own = {"seed": self.run_seed, "dev": self._dev, "dev_start": self._dev_start, "updates": self._updates}
         return {**super().get_state(*args, **kwargs), STATE: own}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -154,6 +158,7 @@ class LLMAlgorithm(Algorithm):
         if STATE in state:
             own = state[STATE]
             self.run_seed, self._dev, self._dev_start = own["seed"], own["dev"], own["dev_start"]
+            self._updates = own["updates"]
 
     def get_metadata(self) -> dict[str, Any]:
         """Adds algorithm and configuration as JSON, so that the policy can be used without reading a pickle."""
@@ -172,6 +177,7 @@ class LLMAlgorithm(Algorithm):
             max_tokens=self.config.max_response_tokens,
             seed=(self.run_seed, self.iteration),
             split=split,
+            common_noise=self.config.common_noise,
         )
 
     def _roll_out(self, roots: Sequence[int], how: Play) -> list[Rollouts]:

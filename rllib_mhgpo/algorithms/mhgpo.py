@@ -116,6 +116,10 @@ class MHGPOConfig(LLMConfig):
             raise ConfigError(f"config: fork_probs: expected a sum of 1, found {sum(self.fork_probs)}.")
         if self.rollout_strategy == "rr" and min(self.fork_probs) < 0:
             raise ConfigError(f"config: fork_probs: expected no number below 0, found {self.fork_probs}.")
+        if self.kl_in_reward and self.kl_beta == 0:
+            raise ConfigError(
+                "config: kl_in_reward: expected a kl_beta above 0, found 0; raise it, or leave the KL out."
+            )
         counts = self.fork_counts or []
         if self.rollout_strategy == "fork_counts" and (max(counts, default=0) < 2 or min(counts) < 1):
             raise ConfigError(
@@ -162,7 +166,7 @@ class MHGPO(LLMAlgorithm):
     def _without_spread(self, trees: list[RolloutTree]) -> Ints:
         flat = flatten(trees, self.agents)
         credit = self.assign_credit(flat)
-        with_spread = flat.tree[flat.trained & ~credit["zero_std"] & ~credit["singleton"]]
+        with_spread = flat.tree[flat.trained & (credit["advantage"] != 0)]
         return np.setdiff1d(np.arange(len(trees)), with_spread)
 
     def strategy(self) -> Strategy:
@@ -184,7 +188,7 @@ class MHGPO(LLMAlgorithm):
         specific = flat.specific + self._overlong_penalty(flat) - self._kl_penalty(flat)
         shared = self._propagated(flat, specific, rng)
         reward = shared + specific
-        trained, group = np.flatnonzero(flat.trained), self._groups(flat, rng)
+        trained, (group, alone) = np.flatnonzero(flat.trained), self._groups(flat, rng)
         advantages = group_advantages(
             reward[trained],
             group[trained],
@@ -193,10 +197,10 @@ class MHGPO(LLMAlgorithm):
             self.config.std_floor,
         )
         credit: Credit = {"reward": reward, "reward_shared": shared, "reward_specific": specific, "group": group}
-        for name, values in zip(("advantage", "zero_std", "singleton"), advantages, strict=True):
+        for name, values in (("advantage", advantages.values), ("zero_std", advantages.zero_std)):
             credit[name] = np.zeros(len(reward), dtype=values.dtype)
             credit[name][trained] = values
-        return credit
+        return {**credit, "singleton": alone}
 
     def make_batch(self, flat: FlatTrees, credit: Credit) -> TrainBatch:
         """Gives every token its weight in its optimiser step; nothing later needs to see a whole group."""
@@ -221,13 +225,17 @@ class MHGPO(LLMAlgorithm):
         total: NDArray[np.float64] = propagate(flat.edges, earned, aggregate, rng)[own]
         return total - specific if self.config.propagate_specific else total
 
-    def _groups(self, flat: FlatTrees, rng: np.random.Generator) -> Ints:
+    def _groups(self, flat: FlatTrees, rng: np.random.Generator) -> tuple[Ints, NDArray[np.bool_]]:
+        """Returns the group of each generation, (N,), and which were alone of their question before regrouping."""
         key = "prompt" if self.config.rollout_strategy == "is" else self.config.group_key
         group = np.asarray(import_named("group_key", key, GROUP_KEYS)(flat), dtype=np.int64)
-        trained = np.flatnonzero(flat.trained)
-        pools = _distinct(flat.agent, flat.act)[trained]
-        group[trained] = regroup_singletons(group[trained], pools, self.config.group_size, rng)
-        return group
+        by_root = by_question(flat)
+        members = np.bincount(by_root[flat.trained], minlength=by_root.max(initial=0) + 1)
+        alone = flat.trained & (members == 1)[by_root]
+        rows, pools = np.flatnonzero(alone), _distinct(flat.agent, flat.act)
+        pooled = regroup_singletons(by_root[rows], pools[rows], self.config.group_size, rng)
+        group[rows] = pooled + group.max(initial=0) + 1
+        return group, alone
 
     def _counted_lengths(self, flat: FlatTrees, credit: Credit) -> Ints:
         """Response tokens that carry loss, 0 for generations that are left out; (N,)."""
@@ -245,8 +253,9 @@ class MHGPO(LLMAlgorithm):
         if width == 0:
             return np.zeros(len(flat.generations))
         limits = self.config.max_response_tokens
-        limit = np.array([limits if isinstance(limits, int) else limits[g.agent] for g in flat.generations])
         length = np.array([len(generation.response) for generation in flat.generations])
+        given = [limits if isinstance(limits, int) else limits[g.agent] for g in flat.generations]
+        limit = np.where([g.truncated for g in flat.generations], length, given)
         penalty: NDArray[np.float64] = -np.clip((length - (limit - width)) / width, 0.0, 1.0)
         return penalty
 
@@ -265,6 +274,13 @@ class MHGPO(LLMAlgorithm):
 
 class MHGPOLearner(LLMLearner):
     """The objective of equation 8, negated."""
+
+    def has_gradient(self, batch: TrainBatch) -> NDArray[np.bool_]:
+        """Where neither KL nor entropy is in the loss, rows without advantage cannot move the weights."""
+        config = self.config
+        if config.entropy_coeff or (config.kl_beta and not config.kl_in_reward):
+            return batch.weights != 0
+        return super().has_gradient(batch)
 
     def compute_loss_for_module(
         self, *, module_id: str, config: Any, batch: MicroBatch, fwd_out: Any

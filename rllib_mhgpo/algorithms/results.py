@@ -3,7 +3,10 @@
 Every column is there in every row and always in the same order; a number that does not exist is NaN, never 0.
 """
 
+import resource
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,45 +19,69 @@ from rllib_mhgpo.tree import FlatTrees, RolloutTree
 NAN = float("nan")
 SCORES = ("f1", "em", "acc", "avg")
 NO_DEV = {**dict.fromkeys(SCORES, NAN), "iteration": 0, "questions": 0}
-PER_TOKEN = ("entropy", "kl", "clip_fraction", "ratio_mean", "engine_logprob_diff")
+PER_TOKEN = ("entropy", "kl", "clip_fraction", "ratio_mean")
 PHASES = ("sample", "generate", "step", "retrieve", "credit", "update", "sync", "evaluate", "total")
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What one iteration made; arrays are over its N generations.
+
+    Attributes:
+        flat: the generations.
+        credit: what the algorithm gave them.
+        batch: what was trained.
+        updated: which generations the update computed.
+        measured: what the loss hook measured, sums over response tokens.
+    """
+
+    flat: FlatTrees
+    credit: Mapping[str, NDArray[Any]]
+    batch: TrainBatch
+    updated: NDArray[np.bool_]
+    measured: Mapping[str, NDArray[np.float64]]
 
 
 def summarise(
     trees: Sequence[RolloutTree],
-    flat: FlatTrees,
-    credit: Mapping[str, NDArray[Any]],
-    batch: TrainBatch,
+    iteration: Iteration,
     update: Mapping[str, Any],
     agents: Sequence[str],
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
     """Returns the nested columns of docs/metrics.md, without dev scores."""
-    lengths = np.array([len(generation.response) for generation in flat.generations])
-    trained = batch.weights != 0
-    similar = similarity(flat, credit["group"])
-    norms = update["grad_norms"]
-    generated = int(lengths.sum())
+    flat, norms = iteration.flat, update["grad_norms"]
+    lengths = response_lengths(flat)
+    similar = similarity(flat, iteration.credit["group"])
+    everyone = np.ones(len(lengths), dtype=bool)
     return {
         "train": mean_scores(trees),
         **{
-            agent: {
-                **_agent_columns(flat, credit, update["per_generation"], lengths, trained, flat.agent == k),
-                "similarity": _mean(similar[(flat.agent == k) & np.isfinite(similar)]),
-            }
+            agent: {**_columns(iteration, similar, flat.agent == k), **_environment_numbers(flat, flat.agent == k)}
             for k, agent in enumerate(agents)
         },
-        "similarity": _mean(similar[np.isfinite(similar)]),
-        **_columns(credit, update["per_generation"], lengths, trained, np.ones(len(lengths), dtype=bool)),
+        **_columns(iteration, similar, everyone),
         "grad_norm": float(np.mean(norms)) if norms else NAN,
         "skipped_steps": update["skipped_steps"],
-        "num_generations": len(lengths),
         "num_voided": sum(len(tree.void) for tree in trees),
-        "num_tokens_generated": generated,
-        "num_tokens_trained": int(lengths[trained].sum()),
-        "tokens_per_s": generated / seconds["total"],
+        "num_tokens_generated": int(lengths.sum()),
+        "num_tokens_trained": int(lengths[iteration.updated].sum()),
+        "tokens_per_s": float(lengths.sum() / seconds["total"]),
+        "generations_per_s": len(lengths) / seconds["total"],
+        "peak_memory_gb": peak_memory() / 1e9,
         "time": {f"{phase}_s": float(seconds.get(phase, 0.0)) for phase in PHASES},
     }
+
+
+def response_lengths(flat: FlatTrees) -> NDArray[np.int64]:
+    """Tokens of each response, (N,)."""
+    return np.array([len(generation.response) for generation in flat.generations], dtype=np.int64)
+
+
+def peak_memory() -> int:
+    """Most bytes that this process has held at once."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def similarity(flat: FlatTrees, group: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -76,51 +103,49 @@ def mean_scores(trees: Sequence[RolloutTree], divisor: int | None = None) -> dic
     """
     scores = [g.scores for tree in trees for g in tree.generations if g.scores]
     names = list(dict.fromkeys([*SCORES, *(name for score in scores for name in score)]))
+    if divisor and not scores:
+        return dict.fromkeys(names, 0.0)
     return {name: _mean([score[name] for score in scores if name in score], divisor) for name in names}
 
 
-def _agent_columns(
-    flat: FlatTrees,
-    credit: Mapping[str, NDArray[Any]],
-    measured: Mapping[str, NDArray[np.float64]],
-    lengths: NDArray[np.int64],
-    trained: NDArray[np.bool_],
-    mine: NDArray[np.bool_],
-) -> dict[str, float]:
+def _environment_numbers(flat: FlatTrees, mine: NDArray[np.bool_]) -> dict[str, float]:
+    """Means of what the environment measured at these acts."""
     acts = [flat.generations[row] for row in np.flatnonzero(mine)]
     names = dict.fromkeys(name for act in acts for name in act.metrics)
+    return {name: _mean([act.metrics[name] for act in acts if name in act.metrics]) for name in names}
+
+
+def _columns(iteration: Iteration, similar: NDArray[np.float64], mine: NDArray[np.bool_]) -> dict[str, float]:
+    """Means over these generations, over those that may be trained, and over the tokens that were."""
+    flat, credit, batch = iteration.flat, iteration.credit, iteration.batch
+    acts, lengths = [flat.generations[row] for row in np.flatnonzero(mine)], response_lengths(flat)
+    grouped, trained = mine & flat.trained, mine & iteration.updated
+    first_step = trained & (batch.steps == batch.steps.min(initial=0))
     return {
-        **_columns(credit, measured, lengths, trained, mine),
         "num_generations": len(acts),
+        **{name: _mean(credit[name][mine]) for name in ("reward", "reward_shared", "reward_specific")},
+        "advantage_mean": _mean(credit["advantage"][grouped]),
+        "advantage_std": float(np.std(credit["advantage"][grouped])) if grouped.any() else NAN,
+        "zero_std_share": _mean(credit["zero_std"][grouped]),
+        "singletons": int(credit["singleton"][grouped].sum()),
+        "similarity": _mean(similar[mine & np.isfinite(similar)]),
         "prompt_tokens": _mean([len(act.prompt) for act in acts]),
         "response_tokens": _mean([len(act.response) for act in acts]),
         "truncated_share": _mean([float(act.truncated) for act in acts]),
-        **{name: _mean([act.metrics[name] for act in acts if name in act.metrics]) for name in names},
+        **{name: _token_mean(iteration.measured.get(name), lengths, trained) for name in PER_TOKEN},
+        "ratio_max": _max(iteration.measured.get("ratio_max"), trained),
+        # later steps are measured after the weights have moved
+        "engine_logprob_diff": _token_mean(iteration.measured.get("engine_logprob_diff"), lengths, first_step),
     }
 
 
-def _columns(
-    credit: Mapping[str, NDArray[Any]],
-    measured: Mapping[str, NDArray[np.float64]],
-    lengths: NDArray[np.int64],
-    trained: NDArray[np.bool_],
-    mine: NDArray[np.bool_],
-) -> dict[str, float]:
-    """Means over generations of what credit says, over trained tokens of what the update measured."""
-    rows = mine & trained
+def _token_mean(sums: NDArray[np.float64] | None, lengths: NDArray[np.int64], rows: NDArray[np.bool_]) -> float:
     tokens = lengths[rows].sum()
-    return {
-        **{name: _mean(credit[name][mine]) for name in ("reward", "reward_shared", "reward_specific")},
-        "advantage_mean": _mean(credit["advantage"][mine]),
-        "advantage_std": float(np.std(credit["advantage"][mine])) if mine.any() else NAN,
-        "zero_std_share": _mean(credit["zero_std"][mine]),
-        "singletons": int(credit["singleton"][mine].sum()),
-        **{
-            name: float(measured[name][rows].sum() / tokens) if tokens and name in measured else NAN
-            for name in PER_TOKEN
-        },
-        "ratio_max": float(measured["ratio_max"][rows].max()) if tokens and "ratio_max" in measured else NAN,
-    }
+    return NAN if sums is None or not tokens else float(sums[rows].sum() / tokens)
+
+
+def _max(values: NDArray[np.float64] | None, rows: NDArray[np.bool_]) -> float:
+    return NAN if values is None or not rows.any() else float(values[rows].max())
 
 
 def _mean(values: Any, divisor: int | None = None) -> float:

@@ -39,6 +39,8 @@ class ParallelSearchEnv(SearchEnv):
 
     def take(self, queries: list[str], found: Sequence[Sequence[Passage]]) -> None:
         """Adds what this searcher found to what the other did; repeated passages are removed, order kept."""
-        share = self.top_k // sum(kind == "rewriter" for kind in self.kinds.values())
+        searchers = [agent for agent, kind in self.kinds.items() if kind == "rewriter"]
+        share, rest = divmod(self.top_k, len(searchers))
+        share += searchers.index(self.agent_selection) < rest
         self.queries = list(dict.fromkeys([*self.queries, *queries]))
         self.passages = tuple(dict.fromkeys([*self.passages, *dealt(found, share)]))

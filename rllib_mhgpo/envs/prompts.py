@@ -5,6 +5,7 @@ A role is a template and a parser; both are data, so a user replaces them from t
 """
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
@@ -44,9 +45,14 @@ def parse_document_ids(text: str, passages: Sequence[Passage]) -> tuple[list[int
     >>> parse_document_ids("Document1 and Document5", pages)
     ([1], False)
     """
-    found = [int(digits) for digits in re.findall(r"Document(\d{1,6})", text)]
+    found = positions(re.findall(r"Document(\d+)", text))
     matches = re.fullmatch(r"\s*(Document\d+\s*(,\s*Document\d+\s*)*)?", text) is not None
     return chosen(found, len(passages), matches)
+
+
+def positions(digits: Sequence[str]) -> list[int]:
+    """Reads numbers of passages; one of more than six digits is out of every range."""
+    return [int(number) if len(number) <= 6 else sys.maxsize for number in digits]
 
 
 def chosen(found: Sequence[int], count: int, matches: bool) -> tuple[list[int], bool]:

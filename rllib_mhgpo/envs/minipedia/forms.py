@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 
 from rllib_mhgpo.data import Passage
-from rllib_mhgpo.envs.prompts import Role, chosen
+from rllib_mhgpo.envs.prompts import Role, chosen, positions
 
 
 def parse_named_ids(text: str, passages: Sequence[Passage]) -> tuple[list[int], bool]:
@@ -21,7 +21,7 @@ def parse_named_ids(text: str, passages: Sequence[Passage]) -> tuple[list[int], 
     >>> parse_named_ids("Iron Crown #0 Ada Abel #5", pages)
     ([0], False)
     """
-    found = [int(digits) for digits in re.findall(r"#(\d{1,6})(?!\w)", text)]
+    found = positions(re.findall(r"#(\d+)", text))
     matches = re.fullmatch(r"\s*([^\d\s#][^\d#]*#\d+\s*)*", text) is not None
     return chosen(found, len(passages), matches)
 
