@@ -1,12 +1,14 @@
 """Fixtures that tests share: a toy policy and its questions on disk, one Ray session."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.toys import save_questions, save_toy
+from rllib_mhgpo.algorithms.mhgpo import MHGPO, MHGPOConfig
+from tests.toys import PROMPTS, save_questions, save_toy
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,3 +34,32 @@ def ray_session() -> Iterator[None]:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
+
+
+@pytest.fixture
+def config(toy_folder: Path, toy_questions_file: Path) -> Callable[..., MHGPOConfig]:
+    def make(**changes: Any) -> MHGPOConfig:
+        questions = str(toy_questions_file)
+        env_config = {
+            "questions": questions,
+            "dev_questions": questions,
+            "prompts": PROMPTS,
+            "reward": "tests.toys:share_of_vowels",
+        }
+        settings = {
+            "llm": str(toy_folder), "questions_per_iteration": 3, "group_size": 3, "max_response_tokens": 6,
+            "lr": 1e-2, "seed": 1, "evaluation_interval": 2, "env_config": env_config,
+        }  # fmt: skip
+        return MHGPOConfig().update_from_dict({**settings, **changes})
+
+    return make
+
+
+@pytest.fixture
+def make(config: Callable[..., MHGPOConfig], request: pytest.FixtureRequest) -> Callable[..., MHGPO]:
+    def build(**changes: Any) -> MHGPO:
+        algorithm: MHGPO = config(**changes).build_algo()
+        request.addfinalizer(algorithm.stop)
+        return algorithm
+
+    return build
