@@ -135,15 +135,15 @@ class LLMLearner(TorchLearner):
                 norms += [] if norm is None else [norm]
         self.after_gradient_based_update(timesteps=timesteps or {})
         self._refresh_reference()
-        rows = {"updated": self.has_gradient(batch), "measured": first_pass}
-        return {"rows": rows, "grad_norms": norms, "skipped_steps": skipped}
+        computed = {"updated": self.has_gradient(batch), "measured": first_pass}
+        return {"rows": computed, "grad_norms": norms, "skipped_steps": skipped}
 
     def has_gradient(self, batch: TrainBatch) -> NDArray[np.bool_]:
         """Which rows can move the weights, (B,); the others are not computed, and stay in the denominators.
 
         A subclass whose loss has terms beside the advantage overrides this.
         """
-        return (batch.weights != 0) & (batch.advantages != 0)
+        return np.asarray((batch.weights != 0) & (batch.advantages != 0))
 
     def accumulate(
         self, batch: TrainBatch, rows: NDArray[np.int64], old_logprobs: Sequence[NDArray[np.float32]] | None = None

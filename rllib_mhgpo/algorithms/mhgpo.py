@@ -279,7 +279,7 @@ class MHGPOLearner(LLMLearner):
         """Where neither KL nor entropy is in the loss, rows without advantage cannot move the weights."""
         config = self.config
         if config.entropy_coeff or (config.kl_beta and not config.kl_in_reward):
-            return batch.weights != 0
+            return np.asarray(batch.weights != 0)
         return super().has_gradient(batch)
 
     def compute_loss_for_module(
