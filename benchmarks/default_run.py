@@ -2,7 +2,7 @@
 
 Runs ``rllib train file tuned_examples/mhgpo_hotpot.yaml`` once a seed in a process of its own, as a user would, and
 prints dev F1 before and after, wall time, where an iteration's time goes, and the peak of memory over all processes
-(proportional set size, sampled twice a second).
+(proportional set size, sampled every two seconds).
 """
 
 import argparse
@@ -52,7 +52,7 @@ def run(seed: int, storage: Path, extra: list[str]) -> tuple[float, float, Path]
     process = subprocess.Popen([*command, "--set", f"seed={seed}", *extra], env={**os.environ, "COLUMNS": "200"})
     while process.poll() is None:
         peak = max(peak, sum(map(proportional_set_size, descendants(process.pid))))
-        time.sleep(0.5)
+        time.sleep(2)
     if process.returncode:
         sys.exit(process.returncode)
     return time.monotonic() - started, peak, next(storage.glob("**/progress.csv"))
