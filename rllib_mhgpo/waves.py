@@ -300,4 +300,5 @@ def _parents(branch: Branch, info: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _void(branch: Branch, error: RolloutError) -> None:
-    branch.tree.void.append(str(error))
+    place = "" if str(error).startswith("question") else f"question {branch.tree.root}: "
+    branch.tree.void.append(f"{place}{error}")

@@ -147,6 +147,15 @@ def test_a_checkpoint_without_weights_is_refused(make: Make, tmp_path: Path) -> 
         algorithm.restore_from_path(path)
 
 
+def test_a_file_in_the_way_of_a_checkpoint_is_kept(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(CheckpointError, match="kept as it is"):
+        make().save_to_path(tmp_path / "notes")
+    with pytest.raises(CheckpointError, match="kept as it is"):
+        make().save_to_path(tmp_path)
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
 def test_a_checkpoint_is_whole_or_absent(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = make()
     path = tmp_path / "checkpoint"
@@ -215,6 +224,13 @@ def test_a_run_whose_rollouts_are_all_void_stops_with_the_reason(make: Make, toy
         ({"minibatch_questions": 25}, "minibatch_questions"),
         ({"lr": "fast"}, "lr.*found 'fast'"),
         ({"bogus": 1}, "unknown key 'bogus'"),
+        ({"grad_clip": -1}, "grad_clip.*found -1"),
+        ({"num_epochs": 0}, "num_epochs"),
+        ({"evaluation_interval": "x"}, "evaluation_interval"),
+        ({"env_config": None}, "env_config: expected keys and values"),
+        ({"max_response_tokens": {"answerer": 0}}, "max_response_tokens.*greater than or equal to 1"),
+        ({"max_response_tokens": {}}, "max_response_tokens"),
+        ({"max_response_tokens": True}, "max_response_tokens"),
     ],
 )
 def test_bad_configuration_is_refused_before_anything_starts(changes: dict[str, Any], message: str) -> None:

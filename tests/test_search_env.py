@@ -251,3 +251,37 @@ def test_prompts_are_replaced_from_configuration() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             make(prompts=prompts)
+
+
+def failing_reward(answer: str, golds: Sequence[str]) -> float:
+    raise KeyError("oops")
+
+
+def text_reward(answer: str, golds: Sequence[str]) -> float:
+    return "0.5"  # type: ignore[return-value]
+
+
+def failing_parser(text: str) -> tuple[list[str], bool]:
+    raise KeyError("oops")
+
+
+def test_a_users_function_that_fails_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"reward: the function failed on question 'q1': KeyError"):
+        play(make(reward="tests.test_search_env:failing_reward"), "p1", "Document0", "a1")
+    with pytest.raises(ConfigError, match=r"reward: expected a number for question 'q1', found '0.5'"):
+        play(make(reward="tests.test_search_env:text_reward"), "p1", "Document0", "a1")
+    prompts = {**PROMPTS, "rewriter": {**PROMPTS["rewriter"], "parser": "tests.test_search_env:failing_parser"}}
+    with pytest.raises(ConfigError, match=r"parser 'tests.test_search_env:failing_parser' failed"):
+        play(make(prompts=prompts), "p1")
+
+
+@pytest.mark.parametrize("top_k", [0, -1, 1.5, "x", True])
+def test_top_k_is_a_positive_number(top_k: Any) -> None:
+    with pytest.raises(ConfigError, match="top_k"):
+        make(top_k=top_k)
+
+
+@pytest.mark.parametrize("template", ["", None, "{queston}"])
+def test_a_template_that_cannot_be_meant_is_refused(template: Any) -> None:
+    with pytest.raises(ConfigError, match=r"env_config.prompts.answerer.template"):
+        make(prompts={**PROMPTS, "answerer": {"template": template}})

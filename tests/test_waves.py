@@ -128,7 +128,7 @@ def test_a_bad_rollout_is_left_out_and_told() -> None:
         return "crash" if prompt == "second:0 w2" else f"w{sample}"
 
     (tree,) = roll(Relay(), script)
-    assert tree.void == ["agent 'second' crashed"]
+    assert tree.void == ["question 0: agent 'second' crashed"]
     assert [g.path[0] for g in tree.generations if g.agent == "first"] == [0, 1, 3]
     assert [tree.trajectory(leaf) for leaf in tree.leaves()] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
     assert [g.parents for g in tree.generations[6:]] == [(3,), (4,), (5,)]

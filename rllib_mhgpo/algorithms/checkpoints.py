@@ -22,6 +22,8 @@ def whole_or_absent(save: Callable[..., str], path: str | Path | None, **kwargs:
         CheckpointError: the disk is full or not writable; nothing is left behind.
     """
     place = Path(tempfile.mkdtemp(prefix="checkpoint_")) if path is None else Path(path)
+    if place.exists() and not _may_be_replaced(place):
+        raise CheckpointError(f"{place}: expected no file there, an empty folder or a checkpoint; it is kept as it is.")
     part = place.with_name(f".{place.name}.part{os.getpid()}")
     try:
         part.mkdir(parents=True)
@@ -39,3 +41,7 @@ def whole_or_absent(save: Callable[..., str], path: str | Path | None, **kwargs:
             f"{place}: the checkpoint cannot be written: {error}. Nothing was left behind."
         ) from error
     return str(place)
+
+
+def _may_be_replaced(place: Path) -> bool:
+    return place.is_dir() and (not any(place.iterdir()) or (place / "rllib_checkpoint.json").is_file())

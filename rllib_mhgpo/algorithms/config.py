@@ -6,7 +6,8 @@ A key is written once, as an annotated class attribute: its type, its bounds, it
 import copy
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pettingzoo import AECEnv
 from pydantic import Field, TypeAdapter, ValidationError
@@ -24,6 +25,22 @@ USED_RLLIB_KEYS = {
 }  # fmt: skip
 
 
+Tokens = Annotated[int, Field(ge=1, strict=True)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+RLLIB_TYPES: dict[str, Any] = {
+    "env_config": dict[str, Any],
+    "grad_clip": Number | None,
+    "num_epochs": Tokens,
+    "seed": Count | None,
+    "num_env_runners": Count,
+    "evaluation_interval": Count | None,
+    "num_cpus_for_main_process": Tokens,
+}
+"""What RLlib's keys must be; RLlib itself takes anything."""
+
+
 class LLMConfig(AlgorithmConfig):
     """Common keys of algorithms that train language models; RLlib's own keys keep their names and meaning."""
 
@@ -38,7 +55,8 @@ class LLMConfig(AlgorithmConfig):
         int | None, Field(ge=1, description="longest prompt; null: what responses leave of the context")
     ] = None
     max_response_tokens: Annotated[
-        int | dict[str, int], Field(description="longest response: one number, or one by agent")
+        Tokens | Annotated[dict[str, Tokens], Field(min_length=1)],
+        Field(description="longest response: one number, or one by agent"),
     ] = 64
     common_noise: Annotated[bool, Field(description="branches of a tree see the same noise of the environment")] = False
     questions_per_iteration: Annotated[int, Field(ge=1, description="root inputs of an iteration")] = 24
@@ -127,6 +145,8 @@ class LLMConfig(AlgorithmConfig):
         """
         config_dict = dict(config_dict)
         self._refuse_strangers(config_dict)
+        if not isinstance(config_dict.get("env_config", {}), Mapping):
+            raise ConfigError(f"config: env_config: expected keys and values, found {config_dict['env_config']!r}.")
         mine = {key: config_dict.pop(key) for key in list(config_dict) if key in own_keys(type(self))}
         for key, value in mine.items():
             setattr(self, key, copy.deepcopy(value))
@@ -164,12 +184,15 @@ class LLMConfig(AlgorithmConfig):
     def validate(self) -> None:
         """Checks all values; see :class:`ConfigError`."""
         register()
-        for key, annotation in annotations(type(self)).items():
+        for key, annotation in {**RLLIB_TYPES, **annotations(type(self))}.items():
             try:
-                setattr(self, key, TypeAdapter(annotation).validate_python(getattr(self, key), strict=False))
+                setattr(self, key, TypeAdapter(annotation).validate_python(getattr(self, key)))
             except ValidationError as error:
                 found = getattr(self, key)
-                raise ConfigError(f"config: {key}: {error.errors()[0]['msg']}; found {found!r}.") from None
+                nearest = max(
+                    error.errors(), key=lambda fault: len(fault["loc"])
+                )  # of a union, the branch that was meant
+                raise ConfigError(f"config: {key}: {nearest['msg']}; found {found!r}.") from None
         check_environment(self.env)
         if not isinstance(self.lr, list) and not (isinstance(self.lr, int | float) and self.lr >= 0):
             raise ConfigError(f"config: lr: expected a number of at least 0 or a schedule, found {self.lr!r}.")
@@ -218,7 +241,20 @@ def describe(config_class: type) -> str:
     lines = ["| key | default | type | what it is |", "|---|---|---|---|"]
     for key, annotation in annotations(config_class).items():
         kind, (field,) = annotation.__origin__, annotation.__metadata__
-        name = kind.__name__ if isinstance(kind, type) and not get_args(kind) else str(kind).replace("typing.", "")
-        cells = (f"`{key}`", f"`{json.dumps(getattr(config_class, key))}`", name.replace("|", "or"), field.description)
+        cells = (f"`{key}`", f"`{json.dumps(getattr(config_class, key))}`", _type_name(kind), field.description)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _type_name(kind: Any) -> str:
+    """A type without the bounds inside it."""
+    if hasattr(kind, "__metadata__"):
+        return _type_name(kind.__origin__)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return " or ".join(repr(value) for value in inner)
+    if origin in (Union, UnionType):
+        return " or ".join(_type_name(part) for part in inner)
+    name = "null" if kind is type(None) else getattr(origin or kind, "__name__", str(kind))
+    parts = ", ".join("..." if part is ... else _type_name(part) for part in inner)
+    return f"{name}[{parts}]" if parts else name

@@ -66,9 +66,12 @@ def open_system(checkpoint: str | Path, env_config: Mapping[str, Any]) -> System
         CheckpointError: the folder is no such checkpoint.
     """
     folder = find_checkpoint(Path(checkpoint))
-    metadata = json.loads((folder / "rllib_checkpoint.json").read_text())
+    try:
+        metadata = json.loads((folder / "rllib_checkpoint.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: rllib_checkpoint.json cannot be read: {error}.") from error
     policy = folder / POLICY
-    if "config" not in metadata or not policy.is_dir():
+    if not {"algorithm", "config"} <= set(metadata) or not policy.is_dir():
         raise CheckpointError(f"{folder}: expected a checkpoint of this package with a policy in {POLICY}, found none.")
     algorithm: Any = resolve_algorithm(metadata["algorithm"])
     trained = metadata["config"]

@@ -101,7 +101,12 @@ def check_config(algorithm: type, config: Mapping[str, Any]) -> None:
         return
     default = algorithm.get_default_config()
     if hasattr(default, "check"):
-        default.check(config)
+        try:
+            default.check(config)
+        except MHGPOError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"config: {algorithm.__name__} refuses it: {error}") from error
         return
     check_environment(config.get("env"))
     for key in config:

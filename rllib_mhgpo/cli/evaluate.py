@@ -38,6 +38,8 @@ def evaluate(
     """Answer questions greedily with a checkpoint; print Acc, EM, F1 and AVG in percent with their standard errors."""
     if out is not None and not out.absolute().parent.is_dir():
         raise DataError(f"{out}: no such folder {out.absolute().parent}.")
+    if out is not None and out.is_dir():
+        raise DataError(f"{out}: expected a file to write, found a folder.")
     env_config: dict[str, Any] = {} if questions is None else {"questions": questions, "dev_questions": None}
     for assignment in set_ or []:
         change({"config": env_config}, assignment)
@@ -45,9 +47,11 @@ def evaluate(
 
     prepare(verbose)
     records = answer(checkpoint.expanduser(), env_config, "dev" if questions is None else "train", limit)
+    if all("void" in record for record in records):
+        raise DataError(f"every rollout was voided; the first: {records[0]['void']}")
+    typer.echo(format_scores(records))
     if out is not None:
         write_lines(out, records)
-    typer.echo(format_scores(records))
 
 
 def answer(checkpoint: Path, env_config: Mapping[str, Any], split: str, limit: int | None) -> list[dict[str, Any]]:

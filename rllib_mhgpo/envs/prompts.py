@@ -15,6 +15,7 @@ from rllib_mhgpo.data import Passage
 from rllib_mhgpo.errors import ConfigError, did_you_mean
 
 AGENTS = ("rewriter", "reranker", "answerer")
+PLACES = ("question", "queries", "passages")
 Message = dict[str, str]
 
 MAX_QUERIES, MAX_REWRITE_CHARS, MAX_ANSWER_WORDS = 4, 300, 30
@@ -110,7 +111,11 @@ class Role:
 
     def parse(self, *args: Any) -> tuple[Any, bool]:
         """Understands an output; see the parsers above for arguments and values."""
-        return load_parser(self.parser)(*args)
+        try:
+            value, legal = load_parser(self.parser)(*args)
+        except Exception as error:
+            raise ConfigError(f"env_config.prompts: the parser {self.parser!r} failed: {error!r}.") from error
+        return value, bool(legal)
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:
@@ -183,5 +188,13 @@ def change_role(agent: str, role: Role, change: Mapping[str, Any]) -> Role:
     if "examples" in values:
         values["examples"] = tuple((str(asked), str(replied)) for asked, replied in values["examples"])
     changed = replace(role, **values)
+    if not isinstance(changed.template, str) or not changed.template.strip():
+        raise ConfigError(f"env_config.prompts.{agent}.template: expected a text, found {changed.template!r}.")
+    for place in re.findall(r"\{(\w+)\}", changed.template):
+        if place not in PLACES:
+            raise ConfigError(
+                f"env_config.prompts.{agent}.template: no {{{place}}}; places: {', '.join(PLACES)}."
+                + did_you_mean(place, PLACES)
+            )
     load_parser(changed.parser)
     return changed

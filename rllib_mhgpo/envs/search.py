@@ -65,6 +65,8 @@ class SearchEnv(TokenEnv):
         self.roles = load_prompts(prompts, self.kinds)
         self.reward_function = load_reward(reward)
         self.penalties = load_penalties(penalties, self.kinds)
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+            raise ConfigError(f"env_config.top_k: expected a whole number of at least 1, found {top_k!r}.")
         self.top_k = top_k
         own_passages = corpus is None
         self.splits = {"train": _load_questions(questions, own_passages)}
@@ -140,12 +142,17 @@ class SearchEnv(TokenEnv):
         return {"recall": len(wanted & found) / len(wanted)} if wanted else {}
 
     def _earned(self) -> float:
-        reward = float(self.reward_function(self.answer, self.question.answers))
+        try:
+            reward = self.reward_function(self.answer, self.question.answers)
+        except Exception as error:
+            raise ConfigError(f"reward: the function failed on question {self.question.id!r}: {error!r}.") from error
+        if isinstance(reward, bool) or not isinstance(reward, int | float):
+            raise ConfigError(f"reward: expected a number for question {self.question.id!r}, found {reward!r}.")
         if not math.isfinite(reward):
             raise RolloutError(
                 f"question {self.question.id!r}, agent 'answerer': expected a finite reward, found {reward}."
             )
-        return reward
+        return float(reward)
 
     @classmethod
     def prefetch(cls, envs: Sequence[Self], texts: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ never made again from text; text is made of them only to build the next agent's 
 """
 
 import copy
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -111,11 +112,14 @@ class TokenEnv(AECEnv):
         Returns:
             The prompt and how many items were left out.
         """
-        for kept in range(len(items), -1, -1):
-            messages = render(items[:kept])
-            if len(self.encode(messages)) <= self.max_prompt_tokens:
-                return messages, len(items) - kept
-        return messages, len(items)
+
+        def overflows(kept: int) -> bool:
+            return len(self.encode(render(items[:kept]))) > self.max_prompt_tokens
+
+        kept = len(items)
+        if overflows(kept):
+            kept = max(0, bisect_left(range(len(items)), True, key=overflows) - 1)
+        return render(items[:kept]), len(items) - kept
 
     # --- PettingZoo ---------------------------------------------------------------------------------------------
 

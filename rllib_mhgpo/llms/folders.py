@@ -140,6 +140,8 @@ def context_length(name: str) -> int:
     from transformers import AutoConfig
 
     place = resolve_llm(name)
+    if Path(place).is_dir():
+        check_folder(Path(place))
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=False)
     except Exception as error:
