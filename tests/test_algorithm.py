@@ -287,3 +287,12 @@ def test_the_lr_may_be_a_schedule_as_in_rllib(make: Make) -> None:
     before = weights(algorithm)
     row(algorithm)
     assert equal(before, weights(algorithm))
+
+
+def test_bfloat16_runs_under_autocast_with_float32_weights(make: Make) -> None:
+    """Engine and learner round differently: the ratio of a fresh sample is 1 up to bfloat16's 8 bits."""
+    algorithm = make(dtype="bfloat16", evaluation_interval=None)
+    result = row(algorithm)
+    assert result["ratio_mean"] == pytest.approx(1, abs=0.05)
+    assert 0 < result["engine_logprob_diff"] < 0.1
+    assert all(w.dtype == np.float32 and np.isfinite(w).all() for w in weights(algorithm).values())
