@@ -63,7 +63,8 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def share_module(self, module: LLMRLModule) -> None:
         """Samples from this module from now on."""
         self.module = module
-        self.engine = HFEngine(module.llm, module.eos_ids, module.dtype, **self.config.engine_config)
+        settings = {"tokenizer": module.tokenizer, **self.config.engine_config}
+        self.engine = HFEngine(module.llm, module.eos_ids, module.dtype, **settings)
 
     def rollout(self, roots: Sequence[int], how: Play) -> Rollouts:
         """Plays the roots and returns their trees."""

@@ -168,7 +168,7 @@ def _observed(live: list[Branch], how: Play) -> tuple[list[Branch], list[Prompt]
         trained = how.strategy(visit)
         seeds = [how.stream(branch.tree.root, (*branch.path, sample)) for sample in range(len(trained))]
         kept.append(branch)
-        prompts.append(Prompt(ids, seeds, limit))
+        prompts.append(Prompt(ids, seeds, limit, getattr(branch.env, "stop", ()), visit.agent, branch.env))
         flags.append(trained)
     return kept, prompts, flags
 

@@ -1,8 +1,8 @@
-"""Answers questions with the policy of a checkpoint, without Ray and without reading a pickle."""
+"""Answers questions with the policy of a checkpoint, trained or not, without Ray and without reading a pickle."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from pettingzoo import AECEnv
 from rllib_mhgpo.algorithms.checkpoints import POLICY
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import resolve_algorithm
-from rllib_mhgpo.engines import HFEngine
+from rllib_mhgpo.engines import Cast, Engine, HFEngine
 from rllib_mhgpo.errors import CheckpointError, ConfigError
 from rllib_mhgpo.llms import context_length, eos_ids, load_model, load_tokenizer
 from rllib_mhgpo.sampling import ONE_TRAJECTORY
@@ -28,9 +28,29 @@ class System:
     """A trained system of agents: its environment, its policy's engine, its configuration."""
 
     env: AECEnv
-    engine: HFEngine
+    engine: Engine
     config: LLMConfig
     context: int
+
+    def cast(self, players: Mapping[str, Engine]) -> "System":
+        """Returns the system with some agents played by other engines."""
+        return replace(self, engine=Cast(self.engine, players))
+
+    def player(self, source: str) -> HFEngine:
+        """Returns an engine for another policy: a checkpoint, a model folder, a built-in name or a hub id.
+
+        Raises:
+            ConfigError: its tokenizer is another one, so that it could not read this system's prompts.
+        """
+        path = Path(source).expanduser()
+        name = str(find_checkpoint(path) / POLICY) if path.is_dir() and not (path / "config.json").is_file() else source
+        mine, its = self.env.unwrapped.tokenizer, load_tokenizer(name)
+        if mine.get_vocab() != its.get_vocab():
+            raise ConfigError(
+                f"roles: {source!r} has another tokenizer ({len(its)} ids) than the system ({len(mine)} ids) and cannot "
+                "read its prompts; give a policy of the same model family."
+            )
+        return _engine(name, self.config)
 
     def answers(
         self, split: str, limit: int | None = None, temperature: float = 0.0, seed: int = 0, wave: int = 64
@@ -78,10 +98,19 @@ def open_system(checkpoint: str | Path, env_config: Mapping[str, Any]) -> System
     config: LLMConfig = algorithm.get_default_config().update_from_dict(
         {**trained, "env_config": {**trained["env_config"], **env_config}}
     )
-    model, tokenizer = load_model(str(policy)), load_tokenizer(str(policy))
-    engine = HFEngine(model, eos_ids(model, tokenizer), getattr(torch, config.dtype), **config.engine_config)
-    context = context_length(str(policy))
-    return System(config.make_env(tokenizer, context), engine, config, context)
+    return assemble(config, str(policy))
+
+
+def assemble(config: LLMConfig, llm: str) -> System:
+    """Puts together the system of a configuration with a model that may be another than the configuration's."""
+    context = context_length(llm)
+    return System(config.make_env(load_tokenizer(llm), context), _engine(llm, config), config, context)
+
+
+def _engine(llm: str, config: LLMConfig) -> HFEngine:
+    model, tokenizer = load_model(llm), load_tokenizer(llm)
+    settings = {"tokenizer": tokenizer, **config.engine_config}
+    return HFEngine(model, eos_ids(model, tokenizer), getattr(torch, config.dtype), **settings)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -1,16 +1,19 @@
-"""``rllib evaluate``: answers questions with a checkpoint, prints the scores and writes the predictions down."""
+"""``rllib evaluate``: answers questions with a system, prints the scores and writes the predictions down."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from rllib_mhgpo.cli.experiments import change
-from rllib_mhgpo.errors import DataError
+from rllib_mhgpo.cli.experiments import change, load_experiments
+from rllib_mhgpo.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from rllib_mhgpo.algorithms.evaluation import System
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -18,16 +21,38 @@ EXAMPLES = """
   rllib evaluate ~/ray_results/mhgpo-hotpot --questions minipedia:test
 
   rllib evaluate CHECKPOINT --questions dev.jsonl --limit 20 --out predictions.jsonl
+
+  rllib evaluate CHECKPOINT --roles rewriter=identity --roles reranker=base --roles perfect
+
+  rllib evaluate tuned_examples/mhgpo_hotpot.yaml
 """
 SCORES = {"acc": "Acc", "em": "EM", "f1": "F1", "avg": "AVG"}
+WHOLE = "as it is"
+
+Record = dict[str, Any]
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run's folder: then its last one.")],
+    system: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT|FILE",
+            help="A checkpoint, a run's folder (its last checkpoint), or an experiment file: the untrained system.",
+        ),
+    ],
     questions: Annotated[
         str | None, typer.Option(help="A question file or minipedia:test; by default the dev questions of the run.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many.", min=1)] = None,
+    roles: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ROLE=WHO,...",
+            help="One more row, with roles replaced: identity, base, perfect, a checkpoint, module:function. "
+            "A word alone replaces all roles. Repeatable.",
+        ),
+    ] = None,
+    sampled: Annotated[bool, typer.Option("--sampled", help="At the run's temperature instead of greedily.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write predictions here, as JSON lines.")] = None,
     set_: Annotated[
         list[str] | None,
@@ -35,34 +60,76 @@ def evaluate(
     ] = None,
     verbose: Annotated[int, typer.Option("-v", count=True, help="Show what the libraries say.")] = 0,
 ) -> None:
-    """Answer questions greedily with a checkpoint; print Acc, EM, F1 and AVG in percent with their standard errors."""
+    """Answer questions with a system; print Acc, EM, F1 and AVG in percent with their standard errors."""
     if out is not None and not out.absolute().parent.is_dir():
         raise DataError(f"{out}: no such folder {out.absolute().parent}.")
     if out is not None and out.is_dir():
         raise DataError(f"{out}: expected a file to write, found a folder.")
+    if questions is not None and not questions.strip():
+        raise DataError("--questions: expected a question file or minipedia:SPLIT, found nothing.")
     env_config: dict[str, Any] = {} if questions is None else {"questions": questions, "dev_questions": None}
     for assignment in set_ or []:
         change({"config": env_config}, assignment)
     from rllib_mhgpo.cli.launch import prepare
 
     prepare(verbose)
-    records = answer(checkpoint.expanduser(), env_config, "dev" if questions is None else "train", limit)
-    if all("void" in record for record in records):
-        raise DataError(f"every rollout was voided; the first: {records[0]['void']}")
-    typer.echo(format_scores(records))
+    from rllib_mhgpo.cli.roles import recast
+
+    opened = open_any(system.expanduser(), env_config)
+    rows = {WHOLE: opened, **{spec: recast(opened, spec) for spec in roles or []}}
+    split, temperature = "dev" if questions is None else "train", opened.config.temperature if sampled else 0.0
+    whole: list[Record] = []
+    lines: list[Record] = []
+    for label, cast in rows.items():
+        records = answer(cast, split, limit, temperature)
+        if all("void" in record for record in records):
+            raise DataError(f"every rollout was voided; the first: {records[0]['void']}")
+        title = f"{label}: " if roles else ""
+        typer.echo(title + format_scores(records, whole))
+        whole = whole or records
+        lines += [{"roles": label, **record} for record in records] if roles else records
     if out is not None:
-        write_lines(out, records)
+        write_lines(out, lines)
 
 
-def answer(checkpoint: Path, env_config: Mapping[str, Any], split: str, limit: int | None) -> list[dict[str, Any]]:
-    """Plays the split with the checkpoint's policy and returns its records; a bar shows how far it is."""
+def open_any(source: Path, env_config: Mapping[str, Any]) -> "System":
+    """Opens a checkpoint's system, or the untrained one of an experiment file."""
     from rllib_mhgpo.algorithms.evaluation import open_system
 
-    system = open_system(checkpoint, env_config)
-    records: list[dict[str, Any]] = []
+    if source.suffix in (".yaml", ".yml", ".py"):
+        return untrained(source, env_config)
+    return open_system(source, env_config)
+
+
+def untrained(file: Path, env_config: Mapping[str, Any]) -> "System":
+    """Puts together the system that an experiment file describes, with the policy it starts from.
+
+    Raises:
+        ConfigError: the file has several experiments, or one that is not of this package's algorithms.
+    """
+    from rllib_mhgpo.algorithms.config import LLMConfig
+    from rllib_mhgpo.algorithms.evaluation import assemble
+    from rllib_mhgpo.cli.checks import check, variants
+
+    experiments = load_experiments(file)
+    if len(experiments) != 1:
+        raise ConfigError(f"{file}: expected one experiment, found {', '.join(experiments)}.")
+    ((name, experiment),) = experiments.items()
+    algorithm: Any = check(name, experiment)
+    settings = next(iter(variants(experiment["config"])))
+    config = algorithm.get_default_config()
+    if not isinstance(config, LLMConfig):
+        raise ConfigError(f"{file}: run: expected an algorithm of this package, found {experiment['run']!r}.")
+    config.update_from_dict({**settings, "env_config": {**settings.get("env_config", {}), **env_config}})
+    return assemble(config, config.llm)
+
+
+def answer(system: "System", split: str, limit: int | None, temperature: float = 0.0) -> list[Record]:
+    """Plays the split and returns its records; a bar shows how far it is."""
+    records: list[Record] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("answering", total=system.count(split, limit))
-        for wave in system.answers(split, limit):
+        for wave in system.answers(split, limit, temperature):
             records += wave
             progress.advance(bar, len(wave))
     return records
@@ -81,16 +148,37 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         raise DataError(f"{path}: cannot be written: {error.strerror}.") from None
 
 
-def format_scores(records: Sequence[dict[str, Any]]) -> str:
+def format_scores(records: Sequence[Record], whole: Sequence[Record] = ()) -> str:
     """Writes means and standard errors in percent; the known scores first and in their usual order.
+
+    Args:
+        whole: records of the same questions; where given, the mean of the differences to them stands in brackets.
 
     >>> format_scores([{"scores": {"em": 0.0, "acc": 1.0}}, {"scores": {"em": 1.0, "acc": 1.0}}])
     'Acc 100.00 ± 0.00 | EM 50.00 ± 35.36 | 2 questions'
+    >>> format_scores([{"scores": {"em": 0.0}}], [{"scores": {"em": 1.0}}])
+    'EM 0.00 ± 0.00 (-100.00 ± 0.00) | 1 questions'
     """
     from rllib_mhgpo.algorithms.evaluation import mean_and_error
 
-    means = mean_and_error(records)
+    means, changes = mean_and_error(records), mean_and_error(list(differences(records, whole)))
     names = [*(name for name in SCORES if name in means), *(name for name in means if name not in SCORES)]
-    cells = [f"{SCORES.get(name, name)} {100 * means[name][0]:.2f} ± {100 * means[name][1]:.2f}" for name in names]
+
+    def cell(name: str) -> str:
+        changed = f" ({_percent(*changes[name], '+')})" if name in changes else ""
+        return f"{SCORES.get(name, name)} {_percent(*means[name])}{changed}"
+
     voided = sum("void" in record for record in records)
-    return " | ".join([*cells, f"{len(records)} questions", *([f"{voided} voided, counted 0"] if voided else [])])
+    tail = [f"{len(records)} questions", *([f"{voided} voided, counted 0"] if voided else [])]
+    return " | ".join([*map(cell, names), *tail])
+
+
+def differences(records: Sequence[Record], whole: Sequence[Record]) -> Iterator[Record]:
+    """Yields the differences of scores, question by question."""
+    for record, other in zip(records, whole, strict=False):
+        mine, its = record.get("scores", {}), other.get("scores", {})
+        yield {"scores": {name: mine.get(name, 0.0) - its.get(name, 0.0) for name in {**mine, **its}}}
+
+
+def _percent(mean: float, error: float, sign: str = "") -> str:
+    return f"{100 * mean:{sign}.2f} ± {100 * error:.2f}"

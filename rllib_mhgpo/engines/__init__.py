@@ -1,6 +1,7 @@
 """Generation: prompts of token ids in, sampled token ids and their log-probabilities out."""
 
 from rllib_mhgpo.engines.base import Completion, Engine, Prompt
+from rllib_mhgpo.engines.cast import Cast, Written
 from rllib_mhgpo.engines.hf import HFEngine
 
-__all__ = ["Completion", "Engine", "HFEngine", "Prompt"]
+__all__ = ["Cast", "Completion", "Engine", "HFEngine", "Prompt", "Written"]

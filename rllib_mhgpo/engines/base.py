@@ -1,7 +1,7 @@
 """What every engine takes and gives."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,17 @@ class Prompt(NamedTuple):
         seeds: one a response; a response depends on the weights, the prompt and its own seed alone, not on what else
             is in the wave (up to the rounding of another batch shape).
         max_tokens: most tokens of a response, EOS included.
+        stop: texts that end a response as EOS does; they stay in it.
+        agent: who is asked.
+        env: the environment that asks, for players that are no language model.
     """
 
     ids: Tokens
     seeds: Sequence[int]
     max_tokens: int
+    stop: tuple[str, ...] = ()
+    agent: str = ""
+    env: Any = None
 
 
 class Completion(NamedTuple):
@@ -31,7 +37,7 @@ class Completion(NamedTuple):
     Attributes:
         ids: (R,) token ids, a sampled EOS included.
         logprobs: (R,), under the distribution that was sampled from (temperature included).
-        truncated: ended by ``max_tokens`` instead of an EOS.
+        truncated: ended by ``max_tokens`` instead of an EOS or a stop text.
     """
 
     ids: Tokens

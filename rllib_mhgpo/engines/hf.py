@@ -21,16 +21,18 @@ from rllib_mhgpo.packing import rectangle
 from rllib_mhgpo.spaces import Tokens
 
 COMPACT_BELOW = 0.75
+STOP_TOKENS = 16
+"""A stop text is looked for among so many last tokens."""
 
 
 class Row:
     """One response while it grows."""
 
-    def __init__(self, prompt: int, seed: int, max_tokens: int) -> None:
-        self.prompt, self.seed, self.max_tokens = prompt, seed, max_tokens
+    def __init__(self, prompt: int, seed: int, max_tokens: int, stop: tuple[str, ...] = ()) -> None:
+        self.prompt, self.seed, self.max_tokens, self.stop = prompt, seed, max_tokens, stop
         self.ids: list[int] = []
         self.logprobs: list[float] = []
-        self.truncated = False
+        self.ended = self.truncated = False
 
     def uniforms(self) -> NDArray[np.float64]:
         """The numbers in [0, 1) that decide this response, (max_tokens,)."""
@@ -45,6 +47,7 @@ class HFEngine:
         eos_ids: ids that end a response.
         dtype: of the forward pass; bfloat16 runs under autocast.
         max_batch_tokens: room of the key-value cache, in tokens over all rows; bounds memory.
+        tokenizer: needed where prompts have stop texts.
     """
 
     def __init__(
@@ -53,7 +56,9 @@ class HFEngine:
         eos_ids: Sequence[int],
         dtype: torch.dtype = torch.float32,
         max_batch_tokens: int = 32768,
+        tokenizer: Any = None,
     ) -> None:
+        self.tokenizer = tokenizer
         self.model, self.eos_ids, self.dtype, self.max_batch_tokens = model, frozenset(eos_ids), dtype, max_batch_tokens
 
     @torch.no_grad()
@@ -62,7 +67,7 @@ class HFEngine:
         distinct: dict[bytes, int] = {}
         owners = [distinct.setdefault(np.asarray(p.ids, np.int32).tobytes(), len(distinct)) for p in prompts]
         ids = [np.frombuffer(key, dtype=np.int32) for key in distinct]
-        rows = [[Row(owner, seed, p.max_tokens) for seed in p.seeds] for owner, p in zip(owners, prompts, strict=True)]
+        rows = [[Row(owner, seed, p.max_tokens, p.stop) for seed in p.seeds] for owner, p in zip(owners, prompts, strict=True)]
         for batch in self._batches([row for group in rows for row in group], ids):
             with self._precision():
                 self._finish(batch, ids, temperature)
@@ -125,14 +130,20 @@ class HFEngine:
         """Gives each row that has not ended its token; returns which rows go on."""
         going = np.zeros(len(rows), dtype=bool)
         for i, (row, token, logprob) in enumerate(zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)):
-            if row.truncated or (row.ids and row.ids[-1] in self.eos_ids):
+            if row.ended or row.truncated:
                 continue
             row.ids.append(token)
             row.logprobs.append(logprob)
-            ended = token in self.eos_ids
-            row.truncated = not ended and len(row.ids) == row.max_tokens
-            going[i] = not ended and not row.truncated
+            row.ended = token in self.eos_ids or self._has_stop(row)
+            row.truncated = not row.ended and len(row.ids) == row.max_tokens
+            going[i] = not row.ended and not row.truncated
         return going
+
+    def _has_stop(self, row: Row) -> bool:
+        if not row.stop:
+            return False
+        tail = self.tokenizer.decode(row.ids[-STOP_TOKENS:])
+        return any(text in tail for text in row.stop)
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.model.device)

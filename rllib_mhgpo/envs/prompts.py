@@ -19,6 +19,8 @@ PLACES = ("question", "queries", "passages")
 Message = dict[str, str]
 
 MAX_QUERIES, MAX_REWRITE_CHARS, MAX_ANSWER_WORDS = 4, 300, 30
+TAGS = ("search", "information", "answer")
+"""What stands between tags in a single context: queries, what was found, the answer."""
 
 
 def parse_queries(text: str) -> tuple[list[str], bool]:
@@ -68,10 +70,37 @@ def parse_answer(text: str) -> tuple[str, bool]:
     return answer, len(answer.split()) <= MAX_ANSWER_WORDS
 
 
+def parse_search_or_answer(text: str) -> tuple[dict[str, str], bool]:
+    """Reads one round of a single context: a query or the answer between tags; thoughts may come before.
+
+    >>> parse_search_or_answer("<search> Ada Abel </search>")
+    ({'search': 'Ada Abel'}, True)
+    >>> parse_search_or_answer("I know. <answer> Kassel </answer>")
+    ({'answer': 'Kassel'}, True)
+    >>> parse_search_or_answer("<answer> Kassel")
+    ({}, False)
+    """
+    found = re.findall(r"<(search|answer)>(.*?)</\1>", text, flags=re.DOTALL)
+    said = [(tag, " ".join(content.split())) for tag, content in found]
+    tags, ends = re.findall(r"</?\w+>", text), re.search(r"</(search|answer)>\s*$", text)
+    usable = {tag: content for tag, content in said[:1] if content}
+    return usable, bool(usable) and len(tags) == 2 and ends is not None and len(said[0][1]) <= MAX_REWRITE_CHARS
+
+
+def tagged(tag: str, content: str) -> str:
+    """Puts a text between tags.
+
+    >>> tagged("answer", "Kassel")
+    '<answer> Kassel </answer>'
+    """
+    return f"<{tag}> {content} </{tag}>"
+
+
 PARSERS: dict[str, Callable[..., tuple[Any, bool]]] = {
     "queries": parse_queries,
     "document_ids": parse_document_ids,
     "answer": parse_answer,
+    "search_or_answer": parse_search_or_answer,
 }
 
 
@@ -85,6 +114,7 @@ class Role:
         passage: one passage, with ``{id}`` (its position), ``{title}`` and ``{text}``; each on a line.
         passage_chars: characters of a passage's text that are shown, all when None.
         query: what stands between two queries.
+        choice: how a reranker's choice of one passage is written, ``choices`` what stands between two.
         system: the system message, left out when empty.
         examples: worked examples, each a (request, reply), shown before the request.
     """
@@ -94,20 +124,30 @@ class Role:
     passage: str = "Document{id}: {title}\n{text}"
     passage_chars: int | None = None
     query: str = "\n"
+    choice: str = "Document{id}"
+    choices: str = ","
     system: str = ""
     examples: tuple[tuple[str, str], ...] = ()
 
     def messages(self, question: str, queries: Sequence[str] = (), passages: Sequence[Passage] = ()) -> list[Message]:
         """Returns the chat that asks this role; values are inserted as they are, never read as templates."""
-        shown = "\n".join(
-            fill(self.passage, {"id": i, "title": p.title, "text": p.text[: self.passage_chars]})
-            for i, p in enumerate(passages)
-        )
-        request = fill(self.template, {"question": question, "queries": self.query.join(queries), "passages": shown})
+        shown = {"question": question, "queries": self.query.join(queries), "passages": self.shown(passages)}
+        request = fill(self.template, shown)
         turns = [("system", self.system)] if self.system else []
         for asked, replied in self.examples:
             turns += [("user", asked), ("assistant", replied)]
         return [{"role": role, "content": content} for role, content in [*turns, ("user", request)]]
+
+    def shown(self, passages: Sequence[Passage]) -> str:
+        """Returns passages as this role sees them, a line (or more) each."""
+        return "\n".join(
+            fill(self.passage, {"id": i, "title": p.title, "text": p.text[: self.passage_chars]})
+            for i, p in enumerate(passages)
+        )
+
+    def choose(self, passages: Sequence[Passage]) -> str:
+        """Returns the output that chooses all passages shown."""
+        return self.choices.join(fill(self.choice, {"id": i, "title": p.title}) for i, p in enumerate(passages))
 
     def parse(self, *args: Any) -> tuple[Any, bool]:
         """Understands an output; see the parsers above for arguments and values."""

@@ -21,7 +21,10 @@ from rllib_mhgpo.retrieval import Retriever, build_retriever
 Outcome = tuple[bool, dict[str, float]]
 """Whether an output was legal, and what is measured of it."""
 
-PENALTIES = {"rewriter": -0.5, "reranker": -1.0, "answerer": -1.0}
+Told = tuple[str, Sequence[str], Sequence[Passage]]
+"""Question, queries so far, passages."""
+
+PENALTIES = {"rewriter": -0.5, "reranker": -1.0, "answerer": -1.0, "searcher": -0.5}
 """By kind of role, where its output is illegal."""
 
 
@@ -96,19 +99,38 @@ class SearchEnv(TokenEnv):
         """Each agent once, in the order of :attr:`kinds`."""
         return next((agent for agent in self.kinds if agent not in self.outputs), None)
 
+    def told(self, agent: str) -> Told:
+        """Returns what a role is told: the question, the queries so far and the passages it is shown."""
+        kind, question = self.kinds[agent], self.question.question
+        if kind == "rewriter":
+            return question, (), ()
+        if kind == "answerer":
+            return question, self.queries, [self.passages[position] for position in self.chosen]
+        return question, self.queries, self.passages
+
+    def identity(self, agent: str) -> str:
+        """Returns what a role says that leaves things as they are: the question as query, or all passages chosen.
+
+        Raises:
+            ConfigError: the role has nothing to leave as it is.
+        """
+        question, _, passages = self.told(agent)
+        if self.kinds[agent] == "rewriter":
+            return question
+        if self.kinds[agent] == "reranker":
+            return self.roles[agent].choose(passages)
+        raise ConfigError(f"{agent}: only rewriters and rerankers can be left out (identity).")
+
     def prompt(self, agent: str) -> Messages:
         """Renders the role's template; passages that do not fit are left out, the lowest-ranked first."""
-        role, kind = self.roles[agent], self.kinds[agent]
-        shown: Sequence[Passage] = () if kind == "rewriter" else self.passages
-        if kind == "answerer":
-            shown = [self.passages[position] for position in self.chosen]
-        queries = () if kind == "rewriter" else self.queries
+        role = self.roles[agent]
+        question, queries, shown = self.told(agent)
 
         def render(kept: Sequence[Any]) -> Messages:
-            return role.messages(self.question.question, queries, kept)
+            return role.messages(question, queries, kept)
 
         messages, self.left_out = self.fit(render, shown)
-        if kind == "reranker" and self.left_out:
+        if self.kinds[agent] == "reranker" and self.left_out:
             self.passages = self.passages[: len(self.passages) - self.left_out]
         return messages
 
@@ -156,12 +178,8 @@ class SearchEnv(TokenEnv):
 
     @classmethod
     def prefetch(cls, envs: Sequence[Self], texts: Sequence[str]) -> None:
-        """Retrieves for all rewriters of the wave in one call."""
-        asked = [
-            (env, env._asked(text))
-            for env, text in zip(envs, texts, strict=True)
-            if env.kinds[env.agent_selection] == "rewriter"
-        ]
+        """Retrieves for all environments of the wave in one call."""
+        asked = [(env, queries) for env, text in zip(envs, texts, strict=True) if (queries := env.asked(text))]
         if not asked:
             return
         first = asked[0][0]
@@ -171,8 +189,10 @@ class SearchEnv(TokenEnv):
         for env, queries in asked:
             env.take(queries, [next(found) for _ in queries])
 
-    def _asked(self, text: str) -> list[str]:
-        """The queries of a rewrite; the question itself where it holds none."""
+    def asked(self, text: str) -> list[str]:
+        """The queries of a rewrite, the question itself where it holds none; nothing for the other roles."""
+        if self.kinds[self.agent_selection] != "rewriter":
+            return []
         queries = [query for query in self.roles[self.agent_selection].parse(text)[0] if query.strip()]
         return queries or [self.question.question]
 

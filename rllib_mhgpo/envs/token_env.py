@@ -33,12 +33,15 @@ class TokenEnv(AECEnv):
     Attributes:
         shared: names of attributes that copies of the environment share instead of cloning them.
         max_turns: acts after which an episode is cut off (truncated).
+        stop: texts that end a response, besides an EOS.
+        response: the ids of the last action.
         timings: seconds by phase since the environment was made, shared by its copies.
     """
 
     metadata: ClassVar[dict[str, Any]] = {"name": "token_env_v0", "render_modes": ["ansi"], "is_parallelizable": False}
     shared: ClassVar[tuple[str, ...]] = ("tokenizer", "timings", "_space", "metadata", "possible_agents")
     max_turns: ClassVar[int] = 100
+    stop: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -55,6 +58,7 @@ class TokenEnv(AECEnv):
         self.timings: dict[str, float] = {}
         self.render_mode: str | None = None
         self.np_random = np.random.default_rng()
+        self.response: Tokens = np.zeros(0, dtype=np.int32)
 
     # --- what a subclass writes ---------------------------------------------------------------------------------
 
@@ -160,7 +164,7 @@ class TokenEnv(AECEnv):
         if agent != self.agent_selection or self.terminations.get(agent, True) or self.truncations[agent]:
             return np.array([self.tokenizer.eos_token_id], dtype=np.int32)
         if self._observation is None:
-            ids = self.encode(self.prompt(agent))
+            ids = self.read(agent)
             if len(ids) > self.max_prompt_tokens:
                 raise RolloutError(
                     f"agent {agent!r}: the prompt has {len(ids)} tokens, the limit is {self.max_prompt_tokens}; "
@@ -185,7 +189,9 @@ class TokenEnv(AECEnv):
         Returns:
             For each environment why its episode went bad, None where it did not.
         """
-        texts = [env.decode(env._checked(action)) for env, action in zip(envs, actions, strict=True)]
+        for env, action in zip(envs, actions, strict=True):
+            env.response = env._checked(action)
+        texts = [env.decode(env.response) for env in envs]
         cls.prefetch(envs, texts)
         return [env._advance(text) for env, text in zip(envs, texts, strict=True)]
 
@@ -202,6 +208,10 @@ class TokenEnv(AECEnv):
 
     # --- tokens -------------------------------------------------------------------------------------------------
 
+    def read(self, agent: str) -> Tokens:
+        """Returns the ids that ``agent`` reads; a subclass whose prompts go on from earlier ids overrides this."""
+        return self.encode(self.prompt(agent))
+
     def encode(self, messages: Messages) -> Tokens:
         """Makes token ids of a text or a chat, by the tokenizer's chat template where it has one."""
         if isinstance(messages, str):
@@ -215,6 +225,10 @@ class TokenEnv(AECEnv):
             if ids and ids[-1] == self.tokenizer.eos_token_id:
                 ids = ids[:-1]
         return np.array(ids, dtype=np.int32)
+
+    def encode_text(self, text: str) -> Tokens:
+        """Makes ids of a text that stands in the middle of a context: no template, no special tokens."""
+        return np.array(self.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
     def decode(self, ids: Tokens) -> str:
         """Makes text of a response; special tokens have no text."""

@@ -31,7 +31,10 @@ ROLES = {
     "reranker": Role(
         template="{passages}\n{question}\n{queries}\npages:",
         passage="{title} #{id} {text}",
+        choice="{title} #{id}",
+        choices=" ",
         parser="rllib_mhgpo.envs.minipedia.forms:parse_named_ids",
     ),
     "answerer": Role(template="{passages}\n{question}\nanswer:", passage="{title}: {text}", parser="answer"),
+    "searcher": Role(template="{question}\nsearch:", passage="{title}: {text}", parser="search_or_answer"),
 }

@@ -1,7 +1,8 @@
 """Multi-hop questions about the generated encyclopedia, as HotpotQA records.
 
 One idea: questions speak other words than the pages do (movie for film, behind for directed), so that whoever searches
-has to translate, and the page that holds the answer never says which work it belongs to, so that two pages are needed.
+has to translate, and the page that holds the answer never says which work it belongs to, so that all pages of the chain
+are needed.
 """
 
 from random import Random
@@ -12,8 +13,10 @@ from rllib_mhgpo.envs.minipedia.world import STANDARD, Level, Page, Work, build_
 
 Record = dict[str, Any]
 
-TOWN = ("In which town was the person behind the {work} born?", "Where was the person behind the {work} born?")
-YEAR = ("In which year was the person behind the {work} born?", "When was the person behind the {work} born?")
+WHO = {2: "the person behind the {work}", 3: "the teacher of the person behind the {work}"}
+"""By number of pages: whom a bridge question asks about."""
+TOWN = ("In which town was {who} born?", "Where was {who} born?")
+YEAR = ("In which year was {who} born?", "When was {who} born?")
 OLDER = ("Which is older, the {work} or the {other}?", "Which came first, the {work} or the {other}?")
 YES_NO = ("Is the {work} older than the {other}?", "Did the {work} come before the {other}?")
 CONTEXT_PAGES = 10
@@ -23,12 +26,12 @@ def build_records(split: str, facts_seed: int = 0, level: Level = STANDARD) -> l
     """Returns the split's questions in HotpotQA's layout, in an order that does not depend on the facts."""
     world = build_world(facts_seed, level)
     works, draw = world.works[split], Random(f"questions {split}")
-    records = [record for work in works for record in bridge_records(draw, work)]
+    records = [record for work in works for record in bridge_records(draw, work, level)]
     even = [work for i, work in enumerate(works) if i % 2 == 0]
     odd = [work for i, work in enumerate(works) if i % 2]
     draw.shuffle(odd)
     for pair in zip(even, odd, strict=True):
-        records += comparison_records(draw, *draw.sample(pair, 2))
+        records += comparison_records(draw, *draw.sample(pair, 2), level)
     draw.shuffle(records)
     fill = Random(f"context {split} {facts_seed}")
     for number, record in enumerate(records):
@@ -37,24 +40,31 @@ def build_records(split: str, facts_seed: int = 0, level: Level = STANDARD) -> l
     return records
 
 
-def spoken(draw: Random, work: Work) -> str:
+def spoken(draw: Random, work: Work, level: Level) -> str:
     """Names a work as questions do: ``movie Silver Lantern``."""
-    return f"{draw.choice(work.kind.synonyms)} {work.title}"
+    usual = not level.rare_words or draw.random() < 0.5
+    return f"{draw.choice(work.kind.synonyms if usual else work.kind.rare)} {work.title}"
 
 
-def bridge_records(draw: Random, work: Work) -> list[Record]:
-    """Asks for town and birth year of a work's maker."""
-    asked = ((TOWN, work.maker.town), (YEAR, str(work.maker.born)))
+def bridge_records(draw: Random, work: Work, level: Level) -> list[Record]:
+    """Asks for town and birth year of a work's maker, or of the maker's teacher."""
+    asked = work.people[level.hops - 2]
+    pages = [work.page, *(person.page for person in work.people[: level.hops - 1])]
     return [
-        record("bridge", draw.choice(forms).format(work=spoken(draw, work)), answer, [work.page, work.maker.page])
-        for forms, answer in asked
+        record(
+            "bridge",
+            draw.choice(forms).format(who=WHO[level.hops].format(work=spoken(draw, work, level))),
+            answer,
+            pages,
+        )
+        for forms, answer in ((TOWN, asked.town), (YEAR, str(asked.born)))
     ]
 
 
-def comparison_records(draw: Random, work: Work, other: Work) -> list[Record]:
+def comparison_records(draw: Random, work: Work, other: Work, level: Level) -> list[Record]:
     """Asks which of two works is older, and whether the first one is."""
     first = work.year < other.year
-    names = {"work": spoken(draw, work), "other": spoken(draw, other)}
+    names = {"work": spoken(draw, work, level), "other": spoken(draw, other, level)}
     asked = ((OLDER, work.title if first else other.title), (YES_NO, "yes" if first else "no"))
     return [
         record("comparison", draw.choice(forms).format(**names), answer, [work.page, other.page])
@@ -63,13 +73,13 @@ def comparison_records(draw: Random, work: Work, other: Work) -> list[Record]:
 
 
 def record(kind: str, question: str, answer: str, pages: list[Page]) -> Record:
-    """Builds a record without id and context; the first sentence of each page is the supporting one."""
-    facts = [[title, 0] for title, _ in pages]
+    """Builds a record without id and context; the first sentence of each page is supporting, for a person the birth."""
+    facts = [[title, len(sentences) - 2] for title, sentences in pages]
     return {
         "question": question,
         "answer": answer,
         "type": kind,
-        "level": "medium",
+        "level": "medium" if len(pages) == 2 else "hard",
         "supporting_facts": facts,
         "pages": pages,
     }
@@ -84,5 +94,5 @@ def context(draw: Random, record: Record, pages: tuple[Page, ...]) -> list[list[
     return [[title, list(sentences)] for title, sentences in shown]
 
 
-SPOKEN = {synonym: kind.name for kind in KINDS for synonym in kind.synonyms}
+SPOKEN = {synonym: kind.name for kind in KINDS for synonym in (*kind.synonyms, *kind.rare)}
 """What the pages call what a question calls so."""

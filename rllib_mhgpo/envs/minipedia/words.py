@@ -45,17 +45,18 @@ WORK_YEARS = tuple(range(1950, 2000))
 
 @dataclass(frozen=True)
 class Kind:
-    """What pages say of one kind of work, and the other words that questions use for it."""
+    """What pages say of one kind of work, and the other words that questions use for it, usual and rare ones."""
 
     name: str
     made: str
     appeared: str
     synonyms: tuple[str, ...]
+    rare: tuple[str, ...]
 
 
 KINDS = (
-    Kind("film", "directed", "shown", ("movie", "picture")),
-    Kind("book", "wrote", "sold", ("novel", "volume")),
-    Kind("band", "founded", "heard", ("group", "ensemble")),
-    Kind("ship", "built", "seen", ("vessel", "boat")),
+    Kind("film", "directed", "shown", ("movie", "picture"), ("feature", "reel")),
+    Kind("book", "wrote", "sold", ("novel", "volume"), ("tome", "paperback")),
+    Kind("band", "founded", "heard", ("group", "ensemble"), ("outfit", "combo")),
+    Kind("ship", "built", "seen", ("vessel", "boat"), ("steamer", "craft")),
 )

@@ -15,8 +15,8 @@ from random import Random
 from rllib_mhgpo.envs.minipedia import words
 from rllib_mhgpo.envs.minipedia.words import KINDS, Kind
 
-Page = tuple[str, tuple[str, str]]
-"""A title and two sentences, as HotpotQA holds paragraphs."""
+Page = tuple[str, tuple[str, ...]]
+"""A title and sentences, as HotpotQA holds paragraphs."""
 
 
 @dataclass(frozen=True)
@@ -24,44 +24,65 @@ class Level:
     """How large and how confusing a world is.
 
     Attributes:
-        train: titles whose questions are for training; each title names one work of every kind.
+        train: titles whose questions are for training, at most 100; each title names one work of every kind.
         dev: titles of the development questions.
         test: titles of the held-out questions.
+        hops: pages that a bridge question needs: 2 asks about a work's maker, 3 about the maker's teacher.
+        rare_words: half of the questions call a kind of work by a rarer word.
         admirers: people a title has besides its makers, whose pages mention it too.
         clubs: pages for each question word (movie, novel, ...) that attract queries made of the question's own words.
+        top_k: passages that the search system should retrieve in all, so that every page can be found.
     """
 
     train: int = 100
     dev: int = 50
     test: int = 50
+    hops: int = 2
+    rare_words: bool = False
     admirers: int = 5
     clubs: int = 4
+    top_k: int = 10
+
+    @property
+    def synonyms(self) -> tuple[str, ...]:
+        """Words that questions use for kinds of works."""
+        return tuple(word for kind in KINDS for word in kind.synonyms + (kind.rare if self.rare_words else ()))
 
 
+HELD_OUT = 100
+"""Titles from this one on are never trained on, at any level."""
 STANDARD = Level()
-SYNONYMS = tuple(synonym for kind in KINDS for synonym in kind.synonyms)
+LEVELS = {"standard": STANDARD, "hard": Level(train=80, hops=3, rare_words=True, top_k=12)}
 MADE = ("{They} is known for", "In {town} {they} is known for", "In {town} {they} is well known for")
+TAUGHT = ("A pupil of {theirs} is known for", "In {town} a pupil of {theirs} is known for")
 ADMIRES = ("{They} talks of", "{They} likes any {synonym} more than", "In {town} {they} talks of")
 
 
 @dataclass(frozen=True)
 class Person:
-    """Someone with a page: a maker of a title or a mere admirer."""
+    """Someone with a page: a maker of a title, the teacher of one, or a mere admirer."""
 
     name: str
     pronoun: str
     town: str
     born: int
     title: str
-    remark: str  # the second sentence up to the title
+    remark: str  # the last sentence up to the title
+    teacher: "Person | None" = None
 
     @property
     def page(self) -> Page:
         """The page, which never says which kind of work the title is."""
+        taught = () if self.teacher is None else (f"{self.teacher.name} once taught {OBJECT[self.pronoun]}.",)
         return self.name, (
+            *taught,
             f"{self.pronoun} was born in {self.town} in {self.born}.",
             f"{self.remark} {self.title}.",
         )
+
+
+OBJECT = {"She": "her", "He": "him"}
+POSSESSIVE = {"She": "hers", "He": "his"}
 
 
 @dataclass(frozen=True)
@@ -88,6 +109,11 @@ class Work:
             f"{self.remark} the {self.other.name}.",
         )
 
+    @property
+    def people(self) -> tuple[Person, ...]:
+        """Its maker, and the maker's teacher where the level has teachers."""
+        return (self.maker,) if self.maker.teacher is None else (self.maker, self.maker.teacher)
+
 
 @dataclass(frozen=True)
 class World:
@@ -105,9 +131,11 @@ def build_world(facts_seed: int = 0, level: Level = STANDARD) -> World:
     works: dict[str, tuple[Work, ...]] = {}
     pages: list[Page] = list(club_pages(level))
     for split, titles in split_titles(level).items():
-        works[split] = tuple(work for title in titles for work in draw_works(facts, title, people))
-        pages += [page for work in works[split] for page in (work.page, work.maker.page)]
-        pages += [draw_person(facts, people, title, ADMIRES).page for title in titles for _ in range(level.admirers)]
+        works[split] = tuple(work for title in titles for work in draw_works(facts, title, people, level))
+        pages += [page for work in works[split] for page in (work.page, *(person.page for person in work.people))]
+        pages += [
+            draw_person(facts, people, title, ADMIRES, level).page for title in titles for _ in range(level.admirers)
+        ]
     Random(f"order {facts_seed}").shuffle(pages)
     return World(works, tuple(pages))
 
@@ -116,8 +144,8 @@ def split_titles(level: Level = STANDARD) -> dict[str, list[str]]:
     """Deals the titles to the splits; they do not depend on the facts."""
     titles = [f"{adjective} {noun}" for adjective, noun in product(words.ADJECTIVES, words.NOUNS)]
     Random("titles").shuffle(titles)
-    dev, test = level.train + level.dev, level.train + level.dev + level.test
-    return {"train": titles[: level.train], "dev": titles[level.train : dev], "test": titles[dev:test]}
+    dev, test = titles[HELD_OUT:], titles[HELD_OUT + level.dev :]
+    return {"train": titles[: level.train], "dev": dev[: level.dev], "test": test[: level.test]}
 
 
 def draw_people(facts: Random) -> Iterator[tuple[str, str]]:
@@ -128,16 +156,33 @@ def draw_people(facts: Random) -> Iterator[tuple[str, str]]:
     return iter(names)
 
 
-def draw_person(facts: Random, people: Iterator[tuple[str, str]], title: str, remarks: tuple[str, ...]) -> Person:
+def draw_person(
+    facts: Random,
+    people: Iterator[tuple[str, str]],
+    title: str,
+    remarks: tuple[str, ...],
+    level: Level,
+    teacher: Person | None = None,
+) -> Person:
     """Draws one person; towns and year are independent of everything else."""
     name, pronoun = next(people)
     told = facts.choice(remarks).format(
-        they=pronoun.lower(), They=pronoun, town=facts.choice(words.TOWNS), synonym=facts.choice(SYNONYMS)
+        they=pronoun.lower(),
+        They=pronoun,
+        theirs=POSSESSIVE[pronoun],
+        town=facts.choice(words.TOWNS),
+        synonym=facts.choice(level.synonyms),
     )
-    return Person(name, pronoun, facts.choice(words.TOWNS), facts.choice(words.BIRTH_YEARS), title, told)
+    return Person(name, pronoun, facts.choice(words.TOWNS), facts.choice(words.BIRTH_YEARS), title, told, teacher)
 
 
-def draw_works(facts: Random, title: str, people: Iterator[tuple[str, str]]) -> list[Work]:
+def draw_maker(facts: Random, people: Iterator[tuple[str, str]], title: str, level: Level) -> Person:
+    """Draws the maker of a title, at three hops with a teacher."""
+    teacher = draw_person(facts, people, title, TAUGHT, level) if level.hops > 2 else None
+    return draw_person(facts, people, title, MADE, level, teacher)
+
+
+def draw_works(facts: Random, title: str, people: Iterator[tuple[str, str]], level: Level) -> list[Work]:
     """Draws the works of one title.
 
     Each page mentions another kind and each kind is mentioned once, so that a query for one kind meets a look-alike.
@@ -149,7 +194,7 @@ def draw_works(facts: Random, title: str, people: Iterator[tuple[str, str]]) -> 
         Work(
             title,
             kind,
-            draw_person(facts, people, title, MADE),
+            draw_maker(facts, people, title, level),
             facts.choice(words.WORK_YEARS[i % 2 :: 2]),
             facts.choice(
                 (
@@ -167,7 +212,7 @@ def draw_works(facts: Random, title: str, people: Iterator[tuple[str, str]]) -> 
 def club_pages(level: Level) -> Iterator[Page]:
     """Yields the look-alikes of questions: pages that hold a question's words but no title."""
     draw = Random("clubs")
-    for synonym in SYNONYMS:
+    for synonym in level.synonyms:
         for town in draw.sample(words.TOWNS, level.clubs):
             yield (
                 f"{town} {synonym} club",

@@ -1,0 +1,71 @@
+"""``--roles``: who plays which role of a system, from a word on the command line.
+
+``rewriter=identity,reranker=base`` replaces two roles, ``perfect`` all of them. A player is ``identity`` (leaves things
+as they are), ``base`` (the policy before training), a hand-written policy of minipedia by name, a checkpoint or model
+folder, or ``module:function`` called with (environment, agent).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rllib_mhgpo.algorithms.evaluation import System
+from rllib_mhgpo.algorithms.registration import load
+from rllib_mhgpo.engines import Engine, Written
+from rllib_mhgpo.envs.minipedia.perfect import POLICIES
+from rllib_mhgpo.errors import ConfigError, MHGPOError, did_you_mean
+
+
+def recast(system: System, spec: str) -> System:
+    """Returns the system with its roles played as ``spec`` says.
+
+    Raises:
+        ConfigError: an unknown role or player; the nearest right word is named.
+    """
+    agents, made, players = list(system.env.possible_agents), dict[str, Engine](), dict[str, str]()
+    for part in spec.split(","):
+        agent, equals, who = part.partition("=")
+        if equals and agent.strip() not in agents:
+            raise ConfigError(
+                f"--roles {spec}: no role {agent.strip()!r}; roles: {', '.join(agents)}."
+                + did_you_mean(agent.strip(), agents)
+            )
+        players |= {agent.strip(): who.strip()} if equals else dict.fromkeys(agents, part.strip())
+    try:
+        for who in players.values():
+            made.setdefault(who, player(system, who))
+    except MHGPOError as error:
+        raise type(error)(f"--roles {spec}: {error}") from None
+    return system.cast({agent: made[who] for agent, who in players.items()})
+
+
+def player(system: System, who: str) -> Engine:
+    """Returns the engine that a word names."""
+    if who == "base":
+        return system.player(system.config.llm)
+    if who == "identity":
+        return Written(lambda env, agent: env.unwrapped.identity(agent), who)
+    if who in POLICIES:
+        return Written(lambda env, agent: _played(who, env.unwrapped, agent), who)
+    if Path(who).expanduser().is_dir():
+        return system.player(who)
+    if ":" in who:
+        return Written(_imported(who), who)
+    raise ConfigError(
+        f"no player {who!r}: expected identity, base, {', '.join(POLICIES)}, a checkpoint or model folder, or "
+        "module:function." + did_you_mean(who, ["identity", "base", *POLICIES])
+    )
+
+
+def _played(name: str, env: Any, agent: str) -> str:
+    return POLICIES[name][env.kinds[agent]](*env.told(agent))
+
+
+def _imported(path: str) -> Callable[[Any, str], str]:
+    try:
+        function = load(path)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{path!r} cannot be imported: {error}.") from error
+    if not callable(function):
+        raise ConfigError(f"{path!r} is a {type(function).__name__}; expected a function of (environment, agent).")
+    return function  # type: ignore[no-any-return]
