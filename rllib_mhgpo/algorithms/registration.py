@@ -16,6 +16,7 @@ ALGORITHMS = {"MHGPO": "rllib_mhgpo.algorithms.mhgpo:MHGPO"}
 ENVIRONMENTS = {
     "search": "rllib_mhgpo.envs.search:SearchEnv",
     "parallel_search": "rllib_mhgpo.envs.parallel_search:ParallelSearchEnv",
+    "transcript": "rllib_mhgpo.envs.transcript:TranscriptEnv",
 }
 
 
@@ -100,8 +101,7 @@ def import_environment(path: str) -> type:
 
 def build(cls: type, offered: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
     """Calls a class with what it takes of ``offered`` and all of ``config``."""
-    parameters = signature(cls).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    parameters, takes_all = keywords(cls)
     for key in config:
         if key not in parameters and not takes_all:
             raise ConfigError(
@@ -109,6 +109,18 @@ def build(cls: type, offered: Mapping[str, Any], config: Mapping[str, Any]) -> A
                 + did_you_mean(key, parameters)
             )
     return cls(**{key: value for key, value in offered.items() if key in parameters or takes_all} | dict(config))
+
+
+def keywords(cls: type) -> tuple[list[str], bool]:
+    """Returns the keyword arguments of a class, those that it hands on to its bases included, and whether any goes."""
+    names: dict[str, None] = {}
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            own = signature(base.__init__).parameters.values()  # type: ignore[misc]
+            names |= {p.name: None for p in own if p.name != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+            if all(p.kind is not p.VAR_KEYWORD for p in own):
+                return list(names), False
+    return list(names), True
 
 
 def register() -> None:

@@ -8,8 +8,8 @@ import argparse
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rllib_mhgpo.envs.minipedia import corpus, questions
-from rllib_mhgpo.envs.minipedia.lessons import SLOPPY, Ids, Renaming, Teacher, train_corpus
-from rllib_mhgpo.envs.minipedia.probe import AGENTS, report, writer
+from rllib_mhgpo.envs.minipedia import questions
+from rllib_mhgpo.envs.minipedia.forms import ROLES
+from rllib_mhgpo.envs.minipedia.lessons import SLOPPY, Lesson, Renaming, Teacher, forked, in_one_row
+from rllib_mhgpo.envs.minipedia.probe import PAGES_A_SEARCH, environments, report, writer
 from rllib_mhgpo.envs.minipedia.start import start_model
 from rllib_mhgpo.envs.minipedia.tokenizer import build_tokenizer
-from rllib_mhgpo.retrieval import build_retriever
+from rllib_mhgpo.envs.minipedia.world import LEVELS
+from rllib_mhgpo.envs.search import SearchEnv
 
 log = logging.getLogger(__name__)
-Lesson = tuple[Ids, Ids]
-"""Token ids of a prompt and its responses, one after the other, and segments: 0 the prompt, 1.. responses."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,16 @@ class Recipe:
         seed: of everything.
         steps: optimiser steps.
         episodes: lessons made before the first step, each shown under many namings.
-        batch: prompts of each role in a step, each with four responses.
+        hard: share of them at level ``hard``.
+        batch: rows of each role in a step; a row has four responses, in the single context one episode.
         lr: peak learning rate; it rises for ``warmup`` steps, then falls to a tenth along a cosine.
         short: steps during which only ``short_pages`` pages are shown.
     """
 
     seed: int = 0
-    steps: int = 1600
-    episodes: int = 3000
+    steps: int = 1800
+    episodes: int = 4000
+    hard: float = 0.3
     batch: int = 12
     lr: float = 2e-3
     warmup: int = 50
@@ -55,18 +57,19 @@ class Recipe:
     short_pages: int = 4
 
 
-def make_lessons(
-    teacher: Teacher, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, limit: int
-) -> dict[str, list[Lesson]]:
+def make_lessons(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, is_short: bool) -> dict[str, list[Lesson]]:
     """Plays ``episodes`` train questions and encodes them, by role."""
-    draw, asked = Random(recipe.seed), questions("train")
-    lessons: dict[str, list[Lesson]] = {agent: [] for agent in AGENTS}
+    draw = Random(recipe.seed)
+    teachers = [(Teacher.of(level), questions("train", level=level)) for level in ("standard", "hard")]
+    lessons: dict[str, list[Lesson]] = {role: [] for role in ROLES}
     for number in range(recipe.episodes):
-        played = teacher.play(draw, asked[number % len(asked)], limit)
-        for agent, (prompt, responses) in played.items():
-            parts = [tokenizer.encode(prompt), *([*tokenizer.encode(r), tokenizer.eos_token_id] for r in responses)]
-            segments = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-            lessons[agent].append((np.concatenate(parts), segments))
+        teacher, asked = teachers[draw.random() < recipe.hard]
+        question = asked[number % len(asked)]
+        limit = recipe.short_pages if is_short else LEVELS[teacher.level].top_k
+        for agent, (prompt, responses) in teacher.play(draw, question, limit).items():
+            lessons[agent].append(forked(tokenizer, prompt, responses))
+        pages = 2 if is_short else PAGES_A_SEARCH
+        lessons["searcher"].append(in_one_row(tokenizer, teacher.play_alone(draw, question, pages)))
     return lessons
 
 
@@ -75,29 +78,28 @@ def batches(lessons: dict[str, list[Lesson]], renaming: Renaming, recipe: Recipe
     draw = np.random.default_rng(recipe.seed)
     while True:
         yield [
-            [
-                (renaming(draw, ids), parts)
-                for ids, parts in (role[i] for i in draw.integers(len(role), size=recipe.batch))
-            ]
+            [replace(role[i], ids=renaming(draw, role[i].ids)) for i in draw.integers(len(role), size=recipe.batch)]
             for role in lessons.values()
         ]
 
 
 def response_loss(model: LlamaForCausalLM, lessons: Sequence[Lesson], pad: int) -> Tensor:
-    """Mean cross-entropy of the responses' tokens; the responses to a prompt share it in one row."""
-    length = max(len(ids) for ids, _ in lessons)
+    """Mean cross-entropy of what is said in the lessons, a row each."""
+    length = max(len(lesson.ids) for lesson in lessons)
     rows = torch.full((len(lessons), length), pad)
-    segments = torch.full((len(lessons), length), -1)
-    for row, (ids, parts) in enumerate(lessons):
-        rows[row, : len(ids)] = torch.from_numpy(ids)
-        segments[row, : len(ids)] = torch.from_numpy(parts)
-    seen, positions, before = layout(segments)
+    parts = torch.full((len(lessons), length), -1)
+    said = torch.zeros((len(lessons), length), dtype=torch.bool)
+    for row, lesson in enumerate(lessons):
+        end = len(lesson.ids)
+        rows[row, :end], parts[row, :end] = torch.from_numpy(lesson.ids), torch.from_numpy(lesson.part)
+        said[row, :end] = torch.from_numpy(lesson.said)
+    seen, positions, before = layout(parts)
     hidden = model.model(rows, attention_mask=seen[:, None], position_ids=positions).last_hidden_state
-    batch, place = (segments > 0).nonzero(as_tuple=True)
+    batch, place = said.nonzero(as_tuple=True)
     return cross_entropy(model.lm_head(hidden[batch, before[batch, place]]), rows[batch, place])
 
 
-def layout(segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def layout(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what each token of (B, T) sees (B, T, T), its position, and the place of the token before it (B, T).
 
     A response sees the prompt and itself, and goes on where the prompt ends.
@@ -105,14 +107,14 @@ def layout(segments: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     >>> [value.tolist() for value in layout(torch.tensor([[0, 0, 1, 1, 2]]))[1:]]
     [[[0, 1, 2, 3, 2]], [[-1, 0, 1, 2, 1]]]
     """
-    length = segments.shape[1]
-    own = segments[:, :, None] == segments[:, None, :]
+    length = parts.shape[1]
+    own = parts[:, :, None] == parts[:, None, :]
     causal = torch.ones(length, length, dtype=torch.bool).tril()
-    seen = (own | (segments[:, None, :] == 0)) & causal
+    seen = (own | (parts[:, None, :] == 0)) & causal
     positions = seen.sum(2) - 1
     first = (own & causal).sum(2) == 1
-    prompt_end = (segments == 0).sum(1, keepdim=True) - 1
-    before = torch.where(first & (segments > 0), prompt_end, torch.arange(length) - 1)
+    prompt_end = (parts == 0).sum(1, keepdim=True) - 1
+    before = torch.where(first & (parts > 0), prompt_end, torch.arange(length) - 1)
     return seen, positions, before
 
 
@@ -124,16 +126,12 @@ def learning_rate(step: int, recipe: Recipe) -> float:
 
 def train(out: Path, recipe: Recipe, every: int = 400) -> None:
     """Trains and saves; every ``every`` steps the policy is measured, saved and a line goes to ``build.jsonl``."""
-    seen, search = train_corpus(), build_retriever(corpus()).search
-    teacher = Teacher(build_retriever(seen).search, {page.title: page for page in seen})
     tokenizer = build_tokenizer(SLOPPY.answers)
     model = start_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, recipe.seed)
-    renaming = Renaming(tokenizer)
+    renaming, envs = Renaming(tokenizer), environments(tokenizer)
     optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    streams = [batches(make_lessons(tokenizer, recipe, is_short), renaming, recipe) for is_short in (True, False)]
     begun = time.monotonic()
-    streams = [
-        batches(make_lessons(teacher, tokenizer, recipe, limit), renaming, recipe) for limit in (recipe.short_pages, 10)
-    ]
     for step in range(recipe.steps):
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(step, recipe)
@@ -146,15 +144,19 @@ def train(out: Path, recipe: Recipe, every: int = 400) -> None:
             log.info("step %d %.0fs losses %s", step, time.monotonic() - begun, [round(x.item(), 3) for x in losses])
         if (step + 1) % every == 0 or step + 1 == recipe.steps:
             save(out, model, tokenizer)
-            measure(out, model, tokenizer, search, {"step": step + 1, "seconds": round(time.monotonic() - begun)})
+            measure(out, model, tokenizer, envs, {"step": step + 1, "seconds": round(time.monotonic() - begun)})
 
 
 def measure(
-    out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, search: Any, line: dict[str, Any]
+    out: Path,
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    envs: Mapping[str, SearchEnv],
+    line: dict[str, Any],
 ) -> None:
     """Appends the policy's figures on 100 dev questions, which the training never sees, to the log that ships."""
     model.eval()
-    figures = report(questions("dev")[:100], search, writer(model, tokenizer), writer(model, tokenizer, 1.0))
+    figures = report(envs, writer(model, tokenizer), writer(model, tokenizer, 1.0))
     model.train()
     line |= {name: round(value, 3) for name, value in figures.items()}
     with (out / "build.jsonl").open("a") as file:

@@ -1,107 +1,139 @@
 """Measures a policy on minipedia without the trainer: whole episodes, and each role by itself.
 
-Not the evaluation that users run. One idea: every role can be replaced by the perfect one, so that what one role can
+Not the evaluation that users run. One idea: every role can be played by the perfect policy, so that what one role can
 do is seen apart from what the others spoil.
 """
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
+import numpy as np
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from rllib_mhgpo.data import Passage, Question
-from rllib_mhgpo.envs.minipedia.forms import ROLES
 from rllib_mhgpo.envs.minipedia.perfect import PERFECT
-from rllib_mhgpo.metrics import f1
+from rllib_mhgpo.envs.minipedia.world import LEVELS
+from rllib_mhgpo.envs.search import SearchEnv
+from rllib_mhgpo.envs.transcript import TranscriptEnv
+from rllib_mhgpo.spaces import Tokens
 
 AGENTS = ("rewriter", "reranker", "answerer")
-Write = Callable[[Sequence[str]], list[str]]
-Search = Callable[[Sequence[str], int], list[list[Passage]]]
+PAGES_A_SEARCH = 4
+Write = Callable[[Sequence[Tokens]], list[Tokens]]
+"""Prompts -> responses, token ids both."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Episode:
-    """One played question: each agent's output, whether it was legal, and the answer's F1."""
+    """One played question: each agent's output, how many of its outputs were illegal, and the answer's scores."""
 
-    outputs: dict[str, str]
-    legal: dict[str, bool]
-    f1: float
+    outputs: dict[str, str] = field(default_factory=dict)
+    illegal: dict[str, list[float]] = field(default_factory=dict)
+    scores: dict[str, float] = field(default_factory=dict)
 
 
 def writer(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, temperature: float = 0.0, tokens: int = 24
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, temperature: float = 0.0, tokens: int = 40
 ) -> Write:
-    """Returns a function that continues prompts, greedily at temperature 0."""
+    """Returns a function that continues prompts, greedily at temperature 0; a closing tag ends a response."""
+    ends = [tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(TranscriptEnv.stop))]
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
     @torch.inference_mode()
-    def write(prompts: Sequence[str]) -> list[str]:
-        ordered = sorted(set(prompts), key=len) if not temperature else list(prompts)
-        written: list[str] = []
-        for start in range(0, len(ordered), 64):
-            batch = tokenizer(ordered[start : start + 64], return_tensors="pt", padding=True, padding_side="left")
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-            batch.pop("token_type_ids", None)
-            ids = model.generate(**batch, max_new_tokens=tokens, **(sampling if temperature else {"do_sample": False}))
-            written += tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        return [dict(zip(ordered, written, strict=True))[p] for p in prompts] if not temperature else written
+    def write(prompts: Sequence[Tokens]) -> list[Tokens]:
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        written: dict[int, Tokens] = {}
+        for start in range(0, len(order), 64):
+            rows = order[start : start + 64]
+            batch = tokenizer.pad(
+                {"input_ids": [prompts[i].tolist() for i in rows]}, return_tensors="pt", padding_side="left"
+            )
+            kept = {name: batch[name] for name in ("input_ids", "attention_mask")}
+            ids = model.generate(
+                **kept, max_new_tokens=tokens, eos_token_id=ends, **(sampling if temperature else {"do_sample": False})
+            )
+            for i, row in zip(rows, ids[:, batch["input_ids"].shape[1] :].tolist(), strict=True):
+                length = next((k + 1 for k, token in enumerate(row) if token in ends), len(row))
+                written[i] = np.array(row[:length], dtype=np.int32)
+        return [written[i] for i in range(len(prompts))]
 
     return write
 
 
-def play_all(questions: Sequence[Question], search: Search, write: Write, perfect: Sequence[str] = ()) -> list[Episode]:
-    """Plays all questions; the agents named in ``perfect`` are played by the hand-written policy."""
-
-    def act(agent: str, fields: Sequence[tuple[object, ...]]) -> list[str]:
-        if agent in perfect:
-            asked = [
-                (q, *rest) if agent == "reranker" else (q, rest[-1]) if agent == "answerer" else (q,)
-                for q, *rest in fields
-            ]
-            return [PERFECT[agent](*arguments) for arguments in asked]
-        return write([ROLES[agent].messages(*arguments)[0]["content"] for arguments in fields])  # type: ignore[arg-type]
-
-    asked = [q.question for q in questions]
-    rewrites = act("rewriter", [(q,) for q in asked])
-    parsed = [ROLES["rewriter"].parse(text) for text in rewrites]
-    queries = [lines or [q] for (lines, _), q in zip(parsed, asked, strict=True)]
-    shown = [retrieve(search, lines) for lines in queries]
-    picks = act("reranker", list(zip(asked, queries, shown, strict=True)))
-    chosen = [ROLES["reranker"].parse(text, pages) for text, pages in zip(picks, shown, strict=True)]
-    read = [[pages[i] for i in numbers] for (numbers, _), pages in zip(chosen, shown, strict=True)]
-    answers = act("answerer", [(q, (), pages) for q, pages in zip(asked, read, strict=True)])
-    return [
-        Episode(
-            dict(zip(AGENTS, (rewrites[i], picks[i], answers[i]), strict=True)),
-            dict(zip(AGENTS, (parsed[i][1], chosen[i][1], ROLES["answerer"].parse(answers[i])[1]), strict=True)),
-            f1(answers[i], question.answers),
-        )
-        for i, question in enumerate(questions)
-    ]
+def play_all(
+    env: SearchEnv, split: str, count: int, write: Write, perfect: Sequence[str] = (), repeats: int = 1
+) -> list[Episode]:
+    """Plays the first ``count`` questions, each ``repeats`` times; roles in ``perfect`` are the hand-written policy's."""
+    envs = [copy.deepcopy(env) for _ in range(count * repeats)]
+    for number, each in enumerate(envs):
+        each.reset(seed=0, options={"index": number // repeats, "split": split})
+    episodes = [Episode() for _ in envs]
+    live = list(zip(envs, episodes, strict=True))
+    while live:
+        acting = [each.agent_selection for each, _ in live]
+        asked = [i for i, agent in enumerate(acting) if agent not in perfect]
+        said = dict(zip(asked, write([live[i][0].observe(acting[i]) for i in asked]) if asked else [], strict=True))
+        actions = [
+            said[i] if i in said else each.encode_text(PERFECT[each.kinds[agent]](*each.told(agent)))
+            for i, ((each, _), agent) in enumerate(zip(live, acting, strict=True))
+        ]
+        type(env).step_batch([each for each, _ in live], actions)
+        for (each, episode), agent in zip(live, acting, strict=True):
+            episode.outputs[agent] = each.outputs[agent]
+            episode.illegal.setdefault(agent, []).append(each.infos[agent]["metrics"]["illegal"])
+            episode.scores = each.infos[agent].get("scores", {})
+        live = [(each, episode) for each, episode in live if not episode.scores]
+    return episodes
 
 
-def retrieve(search: Search, queries: Sequence[str]) -> list[Passage]:
-    """Ten pages over the queries, without repeats."""
-    shares = [10 // len(queries) + (i < 10 % len(queries)) for i in range(len(queries))]
-    hits = (pages[:k] for pages, k in zip(search(queries, 10), shares, strict=True))
-    return list(dict.fromkeys(page for pages in hits for page in pages))
+def mean(episodes: Sequence[Episode], name: str = "f1") -> float:
+    """Mean of a score."""
+    return fmean(episode.scores[name] for episode in episodes)
+
+
+def illegal(episodes: Sequence[Episode], agent: str) -> float:
+    """Share of an agent's outputs that were illegal."""
+    return fmean(value for episode in episodes for value in episode.illegal.get(agent, ()))
+
+
+def environments(tokenizer: PreTrainedTokenizerBase) -> dict[str, SearchEnv]:
+    """By name: three agents at both levels, and the single context."""
+    built: dict[str, SearchEnv] = {}
+    for level, world in LEVELS.items():
+        asked = {which: f"minipedia:{split}?level={level}" for which, split in (("questions", "train"), ("dev_questions", "dev"))}
+        built[level] = SearchEnv(tokenizer, **asked, prompts="minipedia", top_k=world.top_k)
+    built["single context"] = TranscriptEnv(
+        tokenizer, retriever=built["standard"].retriever, prompts="minipedia", top_k=PAGES_A_SEARCH
+    )
+    return built
 
 
 def report(
-    questions: Sequence[Question], search: Search, greedy: Write, sampled: Write, group: int = 4
-) -> Mapping[str, float]:
-    """Returns the figures that a base policy is judged by."""
-    played = play_all(questions, search, greedy)
-    figures = {"greedy": fmean(e.f1 for e in played)}
+    envs: Mapping[str, SearchEnv], greedy: Write, sampled: Write, count: int = 100, group: int = 4
+) -> dict[str, float]:
+    """Returns the figures that a base policy is judged by, on the first ``count`` dev questions."""
+    env = envs["standard"]
+    played = play_all(env, "dev", count, greedy)
+    figures = {"greedy": mean(played)}
+    kinds = [question.kind for question in env.splits["dev"][:count]]
     for kind in ("bridge", "comparison"):
-        figures[f"greedy, {kind}"] = fmean(e.f1 for e, q in zip(played, questions, strict=True) if q.kind == kind)
+        figures[f"greedy, {kind}"] = mean([e for e, k in zip(played, kinds, strict=True) if k == kind])
     for agent in AGENTS:
         others = [other for other in AGENTS if other != agent]
-        figures[f"greedy, only {agent} is the model"] = fmean(e.f1 for e in play_all(questions, search, greedy, others))
-    rollouts = [play_all(questions, search, sampled) for _ in range(group)]
-    figures["sampled"] = fmean(e.f1 for rollout in rollouts for e in rollout)
+        alone = play_all(env, "dev", count, greedy, others)
+        figures[f"only {agent}, F1"], figures[f"only {agent}, Acc"] = mean(alone), mean(alone, "acc")
+    rollouts = play_all(env, "dev", count, sampled, repeats=group)
+    figures["sampled"] = mean(rollouts)
     for agent in AGENTS:
-        figures[f"sampled, illegal {agent}"] = fmean(not e.legal[agent] for rollout in rollouts for e in rollout)
-    figures["groups without spread"] = fmean(len({e.f1 for e in group}) == 1 for group in zip(*rollouts, strict=True))
+        figures[f"sampled, illegal {agent}"] = illegal(rollouts, agent)
+    groups = [rollouts[i : i + group] for i in range(0, len(rollouts), group)]
+    figures["groups without spread"] = fmean(len({e.scores["f1"] for e in members}) == 1 for members in groups)
+    for name in ("single context", "hard"):
+        alone = play_all(envs[name], "dev", count, greedy)
+        drawn = play_all(envs[name], "dev", count, sampled)
+        figures |= {f"{name}, greedy": mean(alone), f"{name}, sampled": mean(drawn)}
+        for agent in envs[name].possible_agents:
+            figures[f"{name}, sampled, illegal {agent}"] = illegal(drawn, agent)
     return figures

@@ -13,11 +13,12 @@ from transformers import PreTrainedTokenizerFast
 from rllib_mhgpo.envs.minipedia import words
 from rllib_mhgpo.envs.minipedia.forms import ROLES
 from rllib_mhgpo.envs.minipedia.records import SPOKEN, build_records
-from rllib_mhgpo.envs.minipedia.world import build_world
+from rllib_mhgpo.envs.minipedia.world import LEVELS, build_world
+from rllib_mhgpo.envs.prompts import TAGS, tagged
 
 PAD, EOS, UNK, NEWLINE = "<pad>", "<eos>", "<unk>", "\n"
-WORD = r"\n|\(\w+\)|\w+|[^\w\s]"
-"""A kind in brackets is one word, so that ``(film)`` in a title differs from a film that is only mentioned."""
+WORD = r"\n|\(\w+\)|</?\w+>|\w+|[^\w\s]"
+"""A kind in brackets is one word, so that ``(film)`` in a title differs from a film that is only mentioned; so is a tag."""
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "adjective": words.ADJECTIVES,
@@ -29,7 +30,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "born": tuple(map(str, words.BIRTH_YEARS)),
     "year": tuple(map(str, words.WORK_YEARS)),
 }
-NUMBERS = tuple(map(str, range(10)))
+NUMBERS = tuple(map(str, range(12)))
 
 
 def build_tokenizer(phrases: Iterable[str] = ()) -> PreTrainedTokenizerFast:
@@ -54,8 +55,10 @@ def build_tokenizer(phrases: Iterable[str] = ()) -> PreTrainedTokenizerFast:
 def known_words(phrases: Iterable[str]) -> list[str]:
     """Lists the vocabulary: special tokens, numbers, classes, then all other words in alphabetical order."""
     named = [PAD, EOS, UNK, NEWLINE, *NUMBERS, *(word for members in CLASSES.values() for word in members)]
-    texts = [f"{title} {' '.join(sentences)}" for title, sentences in build_world().pages]
-    texts += [record["question"] for record in build_records("train")]
+    texts = [tagged(tag, "") for tag in TAGS]
+    for level in LEVELS.values():
+        texts += [f"{title} {' '.join(sentences)}" for title, sentences in build_world(level=level).pages]
+        texts += [record["question"] for record in build_records("train", level=level)]
     texts += [re.sub(r"\{\w+\}", "", role.template + role.passage) for role in ROLES.values()]
     others = {word for text in [*texts, *SPOKEN.values(), *phrases, "yes no"] for word in re.findall(WORD, text)}
     return [*named, *sorted(others - set(named))]

@@ -1,0 +1,106 @@
+"""Multi-hop search in a single context: one agent searches round by round and answers.
+
+Each round is one act: a query or the answer between tags. What was found is appended between tags, so that a round's
+prompt is the ids of everything before it; nothing is tokenized twice. Kind of R1-Searcher (arXiv:2503.05592) and
+Search-R1 (arXiv:2503.09516), whose tags these are.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from rllib_mhgpo.data import Passage
+from rllib_mhgpo.envs.search import Outcome, SearchEnv
+from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.metrics import score_answer
+from rllib_mhgpo.spaces import Tokens
+
+
+class TranscriptEnv(SearchEnv):
+    """One agent, one context; it earns the answer's reward, and a penalty for every round that is out of form.
+
+    A round out of form (no closed tag, an empty one, or more than one) finds nothing and the next begins; after
+    ``max_rounds`` without an answer the episode ends with an empty one. Other arguments are those of
+    :class:`SearchEnv`.
+
+    Args:
+        top_k: passages retrieved a search.
+        max_rounds: acts of an episode, the answer included.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {**SearchEnv.metadata, "name": "transcript_v0"}
+    kinds: ClassVar[Mapping[str, str]] = {"searcher": "searcher"}
+    stop: ClassVar[tuple[str, ...]] = ("</search>", "</answer>")
+    shared: ClassVar[tuple[str, ...]] = (*SearchEnv.shared, "found", "context")
+
+    def __init__(self, *args: Any, top_k: int = 5, max_rounds: int = 5, **kwargs: Any) -> None:
+        if isinstance(max_rounds, bool) or not isinstance(max_rounds, int) or max_rounds < 1:
+            raise ConfigError(f"env_config.max_rounds: expected a whole number of at least 1, found {max_rounds!r}.")
+        super().__init__(*args, top_k=top_k, **kwargs)
+        self.max_rounds = max_rounds
+
+    def start(self, index: int, split: str) -> None:
+        """Takes question ``index`` of the split."""
+        super().start(index, split)
+        self.rounds: list[str] = []
+        self.answered = False
+        self.found: Sequence[Passage] = ()
+        self.context: Tokens | None = None
+
+    def next_agent(self) -> str | None:
+        """The searcher, until it has answered or its rounds are used up."""
+        return None if self.answered or len(self.rounds) == self.max_rounds else "searcher"
+
+    def read(self, agent: str) -> Tokens:
+        """Returns the ids of the whole context so far."""
+        if self.context is None:
+            self.context = super().read(agent)
+        return self.context
+
+    def act(self, agent: str, text: str) -> None:
+        """Notes a query or the answer; see the class for the rewards."""
+        self.rounds.append(text)
+        self.outputs[agent] = "\n".join(self.rounds)
+        said, legal = self.roles[agent].parse(text)
+        self.answered, self.answer = "answer" in said, said.get("answer", "")
+        if self.next_agent() is not None:
+            self._append(self.found)
+        self.reward(agent, 0.0 if legal else self.penalties[agent])
+        self.measure(agent, illegal=float(not legal), passages_left_out=float(self.left_out))
+        self.found, self.left_out = (), 0
+        if self.next_agent() is None:
+            self.reward_all(self._earned())
+            self.measure(agent, unanswered=float(not self.answered), searches=float(len(self.queries)))
+            self.measure(agent, **self._recall(range(len(self.passages))))
+            self.score(**score_answer(self.answer, self.question.answers))
+
+    def asked(self, text: str) -> list[str]:
+        """The query of a round, where it holds one."""
+        said, _ = self.roles[self.agent_selection].parse(text)
+        return [said["search"]] if "search" in said and len(self.rounds) + 1 < self.max_rounds else []
+
+    def take(self, queries: list[str], found: Sequence[Sequence[Passage]]) -> None:
+        """Takes what was found in this round; earlier passages stay."""
+        self.queries += queries
+        self.found = found[0]
+        self.passages = tuple(dict.fromkeys([*self.passages, *self.found]))
+
+    def _append(self, found: Sequence[Passage]) -> None:
+        """Goes on from the response with what was found; passages that do not fit are left out."""
+        assert self.context is not None
+        for kept in range(len(found), -1, -1):
+            ids = self.encode_text(information(self.roles["searcher"].shown(found[:kept])))
+            context = np.concatenate([self.context, self.response, ids])
+            if len(context) <= self.max_prompt_tokens or not kept:
+                break
+        self.left_out, self.context = len(found) - kept, context
+
+
+def information(shown: str) -> str:
+    """Returns what is appended to a round: the passages found, between tags, or nothing but a line break.
+
+    >>> information("Ada Abel: She was born in Kassel.")
+    '\\n<information>\\nAda Abel: She was born in Kassel.\\n</information>\\n'
+    """
+    return f"\n<information>\n{shown}\n</information>\n" if shown else "\n"
