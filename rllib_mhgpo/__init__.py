@@ -9,13 +9,17 @@ from typing import Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "GRPO": "rllib_mhgpo.algorithms.grpo",
+    "GRPOConfig": "rllib_mhgpo.algorithms.grpo",
+    "MAPPO": "rllib_mhgpo.algorithms.mappo",
+    "MAPPOConfig": "rllib_mhgpo.algorithms.mappo",
     "MHGPO": "rllib_mhgpo.algorithms.mhgpo",
     "MHGPOConfig": "rllib_mhgpo.algorithms.mhgpo",
     "TokenEnv": "rllib_mhgpo.envs.token_env",
     "SearchEnv": "rllib_mhgpo.envs.search",
 }
 
-__all__ = ["MHGPO", "MHGPOConfig", "SearchEnv", "TokenEnv"]
+__all__ = ["GRPO", "MAPPO", "MHGPO", "GRPOConfig", "MAPPOConfig", "MHGPOConfig", "SearchEnv", "TokenEnv"]
 
 
 def __getattr__(name: str) -> Any:

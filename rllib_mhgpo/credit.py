@@ -265,3 +265,61 @@ def gae(rewards: Floats, values: Floats, gamma: float = 1.0, lambda_: float = 1.
         following = advantages[t] = delta + gamma * lambda_ * following
         following_value = values[t]
     return advantages
+
+
+def gae_over_turns(earned: Floats, values: Floats, previous: Ints, gamma: float = 1.0, lambda_: float = 1.0) -> Floats:
+    """Generalised advantages over the turns of trajectories; where a trajectory forks, the mean of what follows.
+
+    Args:
+        earned: (N,), what each turn earned itself; values: (N,), of the state before it.
+        previous: (N,), the turn before in the same trajectory, an earlier row, or -1.
+
+    Returns:
+        (N,).
+
+    >>> gae_over_turns(np.array([0.0, 1.0]), np.array([0.5, 0.5]), np.array([-1, 0])).tolist()
+    [0.5, 0.5]
+    """
+    forks = np.bincount(previous[previous >= 0], minlength=len(earned))
+    following, following_value, advantages = np.zeros(len(earned)), np.zeros(len(earned)), np.zeros(len(earned))
+    for turn in reversed(range(len(earned))):
+        delta = earned[turn] + gamma * following_value[turn] - values[turn]
+        advantages[turn] = delta + gamma * lambda_ * following[turn]
+        before = previous[turn]
+        if before >= 0:
+            following[before] += advantages[turn] / forks[before]
+            following_value[before] += values[turn] / forks[before]
+    return advantages
+
+
+def whiten(advantages: Sequence[Floats], pools: Ints) -> list[Floats]:
+    """Brings the tokens of each pool to mean 0 and standard deviation 1 (population); a pool below 0 becomes 0.
+
+    A pool whose advantages are all equal becomes 0, never NaN.
+
+    Args:
+        advantages: (R_i,) of each generation; pools: (N,).
+
+    >>> [each.tolist() for each in whiten([np.array([1.0]), np.array([3.0]), np.array([9.0])], np.array([0, 0, -1]))]
+    [[-1.0], [1.0], [0.0]]
+    """
+    result: list[Floats] = [np.zeros(len(each)) for each in advantages]
+    for pool in np.unique(pools[pools >= 0]):
+        rows = np.flatnonzero(pools == pool)
+        tokens = np.concatenate([advantages[row] for row in rows])
+        mean, std = tokens.mean(), tokens.std()
+        if std <= ROUNDING * max(1.0, float(np.abs(tokens).max())):
+            continue
+        for row in rows:
+            result[row] = (advantages[row] - mean) / std
+    return result
+
+
+def explained_variance(values: Floats, returns: Floats) -> float:
+    """``1 - Var(returns - values) / Var(returns)``; NaN where returns do not vary.
+
+    >>> explained_variance(np.array([0.0, 1.0]), np.array([0.0, 1.0]))
+    1.0
+    """
+    spread = float(np.var(returns))
+    return float("nan") if spread == 0.0 else 1.0 - float(np.var(returns - values)) / spread

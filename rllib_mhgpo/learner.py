@@ -31,25 +31,33 @@ class TrainBatch:
     Attributes:
         prompts, responses: token ids, (P_i,) and (R_i,) each.
         logprobs: of the responses when they were sampled, (R_i,) each.
-        advantages: (B,).
+        advantages: one a response, (B,), or one a token, (R_i,) each.
         weights: what one token weighs in its optimiser step's objective, (B,); 0 leaves a generation out.
         steps: which optimiser step of an epoch a generation belongs to, (B,).
+        said: which tokens of each response the policy said, (R_i,) each, None where it said all.
+        values, returns: of a critic before the update, and its targets, (R_i,) each; empty without a critic.
+        critic_prompts: what the critic reads before each response; empty: the prompts.
     """
 
     prompts: Sequence[Tokens]
     responses: Sequence[Tokens]
     logprobs: Sequence[NDArray[np.float32]]
-    advantages: NDArray[np.float64]
+    advantages: NDArray[np.float64] | Sequence[NDArray[np.float64]]
     weights: NDArray[np.float64]
     steps: NDArray[np.int64]
+    said: Sequence[NDArray[np.bool_] | None] = ()
+    values: Sequence[NDArray[np.float64]] = ()
+    returns: Sequence[NDArray[np.float64]] = ()
+    critic_prompts: Sequence[Tokens] = ()
 
     @classmethod
     def of(
         cls,
         generations: Sequence[Generation],
-        advantages: NDArray[np.float64],
+        advantages: NDArray[np.float64] | Sequence[NDArray[np.float64]],
         weights: NDArray[np.float64],
         steps: NDArray[np.int64],
+        **critic: Any,
     ) -> "TrainBatch":
         """Takes tokens and log-probabilities from generations."""
         return cls(
@@ -59,10 +67,25 @@ class TrainBatch:
             advantages=advantages,
             weights=weights,
             steps=steps,
+            said=[generation.said for generation in generations],
+            **critic,
         )
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def with_advantage(self) -> NDArray[np.bool_]:
+        """Which responses have an advantage other than 0, (B,)."""
+        if isinstance(self.advantages, np.ndarray):
+            return np.asarray(self.advantages != 0)
+        return np.array([bool(np.any(values)) for values in self.advantages], dtype=bool)
+
+    def advantage_rows(self, rows: NDArray[np.int64], width: int) -> NDArray[np.float32]:
+        """Advantages of some responses, (b, 1) where they are the same for all tokens, else (b, width)."""
+        if isinstance(self.advantages, np.ndarray):
+            return self.advantages[rows].astype(np.float32)[:, None]
+        return right_pad([self.advantages[i].astype(np.float32) for i in rows], width)
 
 
 @dataclass(frozen=True)
@@ -75,9 +98,9 @@ class MicroBatch:
         old_logp: of the policy before the update: recorded at sampling, or recomputed by the learner.
         engine_logp: recorded at sampling.
         importance: truncated importance weight of learner over engine, 1 where it is off.
-        advantage: (b, 1).
+        advantage: (b, 1) or (b, R).
         weight: 0 on columns that carry no loss.
-        mask: True where a response token stands.
+        mask: True on response tokens that the policy said.
     """
 
     logp: Tensor
@@ -104,7 +127,16 @@ class LLMLearner(TorchLearner):
         """AdamW without weight decay."""
         params = self.get_parameters(self._module[module_id])
         optimizer = torch.optim.AdamW(params, betas=(0.9, 0.999), weight_decay=0.0)
-        self.register_optimizer(module_id=module_id, optimizer=optimizer, params=params, lr_or_lr_schedule=config.lr)
+        self.register_optimizer(
+            module_id=module_id,
+            optimizer=optimizer,
+            params=params,
+            lr_or_lr_schedule=self.learning_rate(module_id, config),
+        )
+
+    def learning_rate(self, module_id: str, config: Any) -> Any:
+        """Returns the learning rate or schedule of a module."""
+        return config.lr
 
     def update(  # RLlib's many ways to hand over data are one here
         self, *, training_data: TrainingData, timesteps: dict[str, Any] | None = None, **kwargs: Any
@@ -125,25 +157,31 @@ class LLMLearner(TorchLearner):
         norms, skipped = [], 0
         for epoch in range(self.config.num_epochs):
             for step in np.unique(batch.steps):
-                rows = np.flatnonzero((batch.steps == step) & self.has_gradient(batch))
+                mine = batch.steps == step
+                rows = np.flatnonzero(mine & self.has_gradient(batch))
                 numbers = self.accumulate(batch, rows, old_logprobs)
-                if epoch == 0:
-                    for name, values in numbers.items():
-                        first_pass.setdefault(name, np.zeros(len(batch)))[rows] = values
                 norm = self.step()
                 skipped += norm is None
                 norms += [] if norm is None else [norm]
+                beside = np.flatnonzero(mine & (batch.weights != 0))
+                for computed, found in ((rows, numbers), (beside, self.step_beside(batch, beside))):
+                    for name, values in found.items() if epoch == 0 else ():
+                        first_pass.setdefault(name, np.zeros(len(batch)))[computed] = values
         self.after_gradient_based_update(timesteps=timesteps or {})
         self._refresh_reference()
-        computed = {"updated": self.has_gradient(batch), "measured": first_pass}
-        return {"rows": computed, "grad_norms": norms, "skipped_steps": skipped}
+        trained = {"updated": self.has_gradient(batch), "measured": first_pass}
+        return {"rows": trained, "grad_norms": norms, "skipped_steps": skipped}
+
+    def step_beside(self, batch: TrainBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
+        """Trains what is beside the policy (a critic) on the rows of a step; returns what was measured, as a hook."""
+        return {}
 
     def has_gradient(self, batch: TrainBatch) -> NDArray[np.bool_]:
         """Which rows can move the weights, (B,); the others are not computed, and stay in the denominators.
 
         A subclass whose loss has terms beside the advantage overrides this.
         """
-        return np.asarray((batch.weights != 0) & (batch.advantages != 0))
+        return np.asarray((batch.weights != 0) & batch.with_advantage)
 
     def accumulate(
         self, batch: TrainBatch, rows: NDArray[np.int64], old_logprobs: Sequence[NDArray[np.float32]] | None = None
@@ -176,7 +214,7 @@ class LLMLearner(TorchLearner):
             old_logp=old,
             engine_logp=engine,
             importance=torch.exp(old - engine).clamp(max=self.config.rollout_is_cap or 1.0),
-            advantage=self._tensor(batch.advantages[rows].astype(np.float32))[:, None],
+            advantage=self._tensor(batch.advantage_rows(rows, mask.shape[1])),
             weight=self._tensor(batch.weights[rows].astype(np.float32))[:, None] * mask,
             mask=mask,
         )
@@ -189,14 +227,16 @@ class LLMLearner(TorchLearner):
         """Returns the sum over each response of ``log-probability when sampled - that of the reference``, (B,)."""
         assert self.reference is not None
         reference = self._all_logp(self.reference, batch)
-        return np.array([float((mine - ref).sum()) for mine, ref in zip(batch.logprobs, reference, strict=True)])
+        said = batch.said or [None] * len(batch)
+        differences = [mine - ref for mine, ref in zip(batch.logprobs, reference, strict=True)]
+        return np.array([float((d if s is None else d[s]).sum()) for d, s in zip(differences, said, strict=True)])
 
-    def step(self) -> float | None:
-        """Clips the gradient and steps the optimiser; returns the gradient's norm, None when it was not finite.
+    def step(self, module_id: str = DEFAULT_MODULE_ID) -> float | None:
+        """Clips a module's gradient and steps its optimiser; returns the gradient's norm, None when it was not finite.
 
         A gradient that is not finite changes nothing, and neither does one that is zero throughout.
         """
-        optimizer = self.get_optimizer(DEFAULT_MODULE_ID)
+        optimizer = self.get_optimizer(module_id)
         params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = float(torch.nn.utils.clip_grad_norm_(params, self.config.grad_clip or float("inf")))
         if 0.0 < norm < float("inf"):
@@ -231,21 +271,34 @@ class LLMLearner(TorchLearner):
         policy: LLMRLModule = self.module[DEFAULT_MODULE_ID]
         return policy
 
-    def _parts(self, batch: TrainBatch, rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-        prompt_lengths = np.array([len(batch.prompts[i]) for i in rows], dtype=np.int64)
+    def _parts(
+        self, batch: TrainBatch, rows: NDArray[np.int64], prompts: Sequence[Tokens] = ()
+    ) -> list[NDArray[np.int64]]:
+        prompts = prompts or batch.prompts
+        prompt_lengths = np.array([len(prompts[i]) for i in rows], dtype=np.int64)
         response_lengths = np.array([len(batch.responses[i]) for i in rows], dtype=np.int64)
         return micro_batches(prompt_lengths, response_lengths, self.config.max_tokens_per_microbatch)
 
-    def _laid_out(self, batch: TrainBatch, rows: NDArray[np.int64]) -> tuple[dict[str, Any], Tensor]:
-        """Returns the rows as a rectangle of tensors, and the mask of their response tokens, (b, R)."""
-        layout = rectangle([batch.prompts[i] for i in rows], [batch.responses[i] for i in rows])
+    def _laid_out(
+        self, batch: TrainBatch, rows: NDArray[np.int64], prompts: Sequence[Tokens] = ()
+    ) -> tuple[dict[str, Any], Tensor]:
+        """Returns the rows as a rectangle of tensors, and the mask of the tokens that the policy said, (b, R).
+
+        Other prompts than the batch's may stand before the responses.
+        """
+        prompts = prompts or batch.prompts
+        layout = rectangle([prompts[i] for i in rows], [batch.responses[i] for i in rows])
         tensors: dict[str, Any] = {
             "tokens": self._tensor(layout.tokens),
             "attention": self._tensor(layout.attention),
             "positions": self._tensor(layout.positions),
             "prompt_width": layout.prompt_width,
         }
-        return tensors, tensors["attention"][:, layout.prompt_width :].bool()
+        mask = layout.attention[:, layout.prompt_width :].astype(bool)
+        for place, row in enumerate(rows):
+            if batch.said and (said := batch.said[row]) is not None:
+                mask[place, : len(said)] &= said
+        return tensors, self._tensor(mask)
 
     def _logp(self, llm: torch.nn.Module, tensors: Mapping[str, Any], mask: Tensor) -> Tensor:
         policy = self._policy()

@@ -45,6 +45,21 @@ def clipped_surrogate(
     return Surrogate(objective, ratio.detach(), (bounded < unclipped).detach())
 
 
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None) -> Tensor:
+    """``max((V - G)^2, (V_clipped - G)^2) / 2`` with V kept within ``clip`` of its old value; tensors of one shape.
+
+    Source: the PPO implementation of OpenAI baselines; arXiv:2005.12729, section 2.
+
+    >>> clipped_value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0]), 0.5).item()
+    0.125
+    """
+    losses = (values - returns) ** 2
+    if clip is not None:
+        kept = old_values + (values - old_values).clamp(-clip, clip)
+        losses = torch.maximum(losses, (kept - returns) ** 2)
+    return 0.5 * losses
+
+
 def kl_k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """``logp - ref``: unbiased for KL(policy || reference), of either sign. Source: http://joschu.net/blog/kl-approx.html."""
     return logp - ref_logp

@@ -37,6 +37,7 @@ class Generation:
         metrics: numbers of this act to be averaged.
         scores: numbers of the whole trajectory, where it ends here.
         record: what a reader wants to see of the whole trajectory, where it ends here.
+        said: which tokens of the response the policy said, (R,); None: all. The others carry no loss.
     """
 
     agent: str
@@ -56,6 +57,17 @@ class Generation:
     metrics: dict[str, float] = field(default_factory=dict)
     scores: dict[str, float] | None = None
     record: dict[str, object] | None = None
+    said: NDArray[np.bool_] | None = None
+
+    @property
+    def response_said(self) -> Tokens:
+        """The tokens that the policy said."""
+        return self.response if self.said is None else self.response[self.said]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the policy said."""
+        return len(self.response) if self.said is None else int(self.said.sum())
 
 
 @dataclass(slots=True)
@@ -150,6 +162,13 @@ class FlatTrees(NamedTuple):
     shared: NDArray[np.float64]
     team: NDArray[np.int64]
     trained: NDArray[np.bool_]
+
+    @property
+    def previous(self) -> NDArray[np.int64]:
+        """The row that acted before each in its trajectory, -1 at a root, (N,)."""
+        starts = np.searchsorted(self.tree, self.tree)
+        before = [-1 if g.previous is None else g.previous for g in self.generations]
+        return np.where(np.array(before, dtype=np.int64) < 0, -1, starts + before)
 
 
 def flatten(trees: Sequence[RolloutTree], agents: Sequence[str]) -> FlatTrees:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from ray.rllib.core.learner.training_data import TrainingData
 
-from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig, MHGPOLearner
+from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
+from rllib_mhgpo.algorithms.objective import PolicyLearner
 from rllib_mhgpo.credit import token_weights
 from rllib_mhgpo.learner import TrainBatch
 from rllib_mhgpo.packing import micro_batches, rectangle
@@ -22,9 +23,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_toy(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def make_learner(folder: Path, **settings: Any) -> MHGPOLearner:
+def make_learner(folder: Path, **settings: Any) -> PolicyLearner:
     config = MHGPOConfig().training(**{"llm": str(folder), "lr": 1e-2, "kl_beta": 0.04, "grad_clip": None, **settings})
-    learner = MHGPOLearner(config=config, module_spec=multi_spec(config))
+    learner = PolicyLearner(config=config, module_spec=multi_spec(config))
     learner.build()
     return learner
 
@@ -54,7 +55,7 @@ def make_batch(lengths: list[tuple[int, int]] = LENGTHS, seed: int = 0, **change
     return TrainBatch(**{**fields, **changes})
 
 
-def gradient(learner: MHGPOLearner, batch: TrainBatch, *parts: list[int]) -> torch.Tensor:
+def gradient(learner: PolicyLearner, batch: TrainBatch, *parts: list[int]) -> torch.Tensor:
     llm = learner.module["default_policy"].llm
     llm.zero_grad(set_to_none=True)
     for part in parts or [list(range(len(batch)))]:
@@ -62,11 +63,11 @@ def gradient(learner: MHGPOLearner, batch: TrainBatch, *parts: list[int]) -> tor
     return torch.cat([p.grad.flatten() for p in llm.parameters() if p.grad is not None])
 
 
-def weights(learner: MHGPOLearner) -> torch.Tensor:
+def weights(learner: PolicyLearner) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in learner.module["default_policy"].llm.parameters()])
 
 
-def plain_gradient(learner: MHGPOLearner, batch: TrainBatch) -> torch.Tensor:
+def plain_gradient(learner: PolicyLearner, batch: TrainBatch) -> torch.Tensor:
     """The objective row by row, unpadded, term by term as ALGORITHM says it, without any code of the package."""
     llm, reference, config = learner.module["default_policy"].llm, learner.reference, learner.config
     llm.zero_grad(set_to_none=True)
@@ -130,7 +131,7 @@ def test_a_sampled_eos_counts_though_it_is_also_the_padding() -> None:
     assert layout.attention[:, layout.prompt_width :].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
 
 
-def update(learner: MHGPOLearner, batch: TrainBatch) -> dict[str, Any]:
+def update(learner: PolicyLearner, batch: TrainBatch) -> dict[str, Any]:
     return learner.update(training_data=TrainingData(batch=batch))
 
 

@@ -9,14 +9,17 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
+import numpy as np
 from pettingzoo import AECEnv
 from pydantic import Field, TypeAdapter, ValidationError
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
-from rllib_mhgpo.algorithms.registration import check_environment, make_environment, register
+from rllib_mhgpo.algorithms.registration import check_environment, import_named, make_environment, register
+from rllib_mhgpo.credit import AGGREGATIONS
 from rllib_mhgpo.errors import ConfigError, did_you_mean
 from rllib_mhgpo.runner import LLMEnvRunner
+from rllib_mhgpo.sampling import STRATEGIES
 
 USED_RLLIB_KEYS = {
     "env", "env_config", "lr", "grad_clip", "num_epochs", "seed", "callbacks", "callbacks_class", "num_env_runners",
@@ -59,6 +62,19 @@ class LLMConfig(AlgorithmConfig):
         Field(description="longest response: one number, or one by agent"),
     ] = 64
     common_noise: Annotated[bool, Field(description="branches of a tree see the same noise of the environment")] = False
+    rollout_strategy: Annotated[
+        str, Field(description="where rollouts fork: fof, rr, fof_os, is, fork_counts or module:Class")
+    ] = "fof"
+    group_size: Annotated[int, Field(ge=1, description="responses of a group, G")] = 4
+    fork_probs: Annotated[tuple[float, ...], Field(description="rr: probability of each agent to be the fork")] = (
+        0.7,
+        0.1,
+        0.2,
+    )
+    fork_counts: Annotated[
+        list[int] | None, Field(description="fork_counts: responses each agent draws a state at its first act")
+    ] = None
+    is_carry: Annotated[Literal["first"], Field(description="is: which output is carried on")] = "first"
     questions_per_iteration: Annotated[int, Field(ge=1, description="root inputs of an iteration")] = 24
     minibatch_questions: Annotated[
         int | None, Field(ge=1, description="root inputs of an optimiser step, all when null")
@@ -70,6 +86,10 @@ class LLMConfig(AlgorithmConfig):
     penalties: Annotated[
         bool | dict[str, float], Field(description="true: the environment's, false: none, or a value by role")
     ] = True
+    reward_aggregation: Annotated[
+        str, Field(description="of successors' shared rewards: mean, max, min, random or module:function")
+    ] = "mean"
+    propagate_specific: Annotated[bool, Field(description="successors' penalties run back too")] = False
     kl_beta: Annotated[float, Field(ge=0, description="weight of the KL term; 0 holds no reference model")] = 0.001
     reference_refresh: Annotated[
         int, Field(ge=0, description="iterations after which the policy becomes its own reference; 0: never")
@@ -79,6 +99,23 @@ class LLMConfig(AlgorithmConfig):
     ] = None
     clip_low: Annotated[float, Field(ge=0, lt=1, description="lower clip bound")] = 0.2
     clip_high: Annotated[float, Field(ge=0, description="upper clip bound")] = 0.2
+
+    loss_aggregation: Annotated[
+        Literal["agent_mean", "sequence_mean", "token_mean", "fixed_length"], Field(description="what a token weighs")
+    ] = "agent_mean"
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Field(description="of the KL to the reference")] = "k3"
+    kl_in_reward: Annotated[bool, Field(description="take the KL off the reward instead of adding it to the loss")] = (
+        False
+    )
+    dual_clip: Annotated[float | None, Field(gt=1, description="bound of negative advantages' loss, off when null")] = (
+        None
+    )
+    entropy_coeff: Annotated[float, Field(ge=0, description="weight of the entropy bonus")] = 0.0
+    overlong_filter: Annotated[bool, Field(description="responses cut off at their limit carry no loss")] = False
+    overlong_penalty_tokens: Annotated[
+        int, Field(ge=0, description="last tokens before the limit over which a penalty of up to 1 grows (DAPO)")
+    ] = 0
+    train_agents: Annotated[list[str] | None, Field(description="roles to train, all when null")] = None
 
     def __init__(self, algo_class: Any = None) -> None:
         super().__init__(algo_class=algo_class)
@@ -203,12 +240,33 @@ class LLMConfig(AlgorithmConfig):
                 f"config: minibatch_questions: expected at most questions_per_iteration = "
                 f"{self.questions_per_iteration}, found {self.minibatch_questions}."
             )
+        import_named("rollout_strategy", self.rollout_strategy, STRATEGIES)
+        import_named("reward_aggregation", self.reward_aggregation, AGGREGATIONS)
+        if self.rollout_strategy == "rr" and not np.isclose(sum(self.fork_probs), 1.0):
+            raise ConfigError(f"config: fork_probs: expected a sum of 1, found {sum(self.fork_probs)}.")
+        if self.rollout_strategy == "rr" and min(self.fork_probs) < 0:
+            raise ConfigError(f"config: fork_probs: expected no number below 0, found {self.fork_probs}.")
+        if self.kl_in_reward and self.kl_beta == 0:
+            raise ConfigError(
+                "config: kl_in_reward: expected a kl_beta above 0, found 0; raise it, or leave the KL out."
+            )
+        counts = self.fork_counts or []
+        if self.rollout_strategy == "fork_counts" and (max(counts, default=0) < 2 or min(counts) < 1):
+            raise ConfigError(
+                f"config: fork_counts: expected numbers of at least 1, one of them at least 2; found {self.fork_counts}"
+            )
         super().validate()
 
     def as_json(self) -> dict[str, Any]:
         """Returns this package's keys and the environment as JSON-like values that :meth:`check` takes."""
         values = {key: self[key] for key in (*own_keys(type(self)), "env", "env_config")}
         return dict(json.loads(json.dumps(values, default=str)))
+
+    def get_default_learner_class(self) -> type:
+        """The policy objective on the common learner."""
+        from rllib_mhgpo.algorithms.objective import PolicyLearner
+
+        return PolicyLearner
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         """The language model as RLModule."""

@@ -47,8 +47,8 @@ class System:
         mine, its = self.env.unwrapped.tokenizer, load_tokenizer(name)
         if mine.get_vocab() != its.get_vocab():
             raise ConfigError(
-                f"roles: {source!r} has another tokenizer ({len(its)} ids) than the system ({len(mine)} ids) and cannot "
-                "read its prompts; give a policy of the same model family."
+                f"roles: {source!r} has another tokenizer ({len(its)} ids) than the system ({len(mine)} ids) and "
+                "cannot read its prompts; give a policy of the same model family."
             )
         return _engine(name, self.config)
 

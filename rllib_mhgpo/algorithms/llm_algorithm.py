@@ -1,31 +1,36 @@
 """One iteration of training language models: deal roots, roll out, give credit, update, hand the weights over.
 
-A subclass says where rollouts fork, how credit is given and which learner has its loss; nothing else differs.
+A subclass says how rewards become advantages; nothing else differs.
 """
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
 
 from rllib_mhgpo.algorithms import results
 from rllib_mhgpo.algorithms.checkpoints import whole_or_absent
 from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.algorithms.registration import import_named
+from rllib_mhgpo.credit import AGGREGATIONS, propagate, token_weights
 from rllib_mhgpo.errors import ConfigError, MHGPOError
 from rllib_mhgpo.learner import TrainBatch
 from rllib_mhgpo.runner import LLMEnvRunner, Rollouts
-from rllib_mhgpo.sampling import ONE_TRAJECTORY, Strategy, deal_roots
+from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
 from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
 from rllib_mhgpo.waves import Play
 
 STATE = "llm_algorithm"
+Credit = dict[str, NDArray[Any]]
 
 
 class LLMAlgorithm(Algorithm):
@@ -35,17 +40,13 @@ class LLMAlgorithm(Algorithm):
 
     # --- what a subclass gives -----------------------------------------------------------------------------------
 
-    def strategy(self) -> Strategy:
-        """Returns where this iteration's rollouts fork."""
+    def assign_credit(self, flat: FlatTrees) -> Credit:
+        """Returns arrays over the N generations: :meth:`rewards`, ``advantage``, ``counted`` and what is logged."""
         raise NotImplementedError
 
-    def assign_credit(self, flat: FlatTrees) -> dict[str, NDArray[Any]]:
-        """Returns arrays over the N generations, ``advantage`` and ``reward`` among them."""
-        raise NotImplementedError
-
-    def make_batch(self, flat: FlatTrees, credit: dict[str, NDArray[Any]]) -> TrainBatch:
-        """Returns the update batch with every denominator in it."""
-        raise NotImplementedError
+    def more_columns(self, flat: FlatTrees, credit: Credit, update: dict[str, Any]) -> dict[str, Any]:
+        """Returns columns that only this algorithm has, nested like the common ones."""
+        return {}
 
     def sample_trees(self) -> list[RolloutTree]:
         """Samples this iteration's trees, one a root."""
@@ -64,6 +65,57 @@ class LLMAlgorithm(Algorithm):
         missing = [] if isinstance(limits, int) else [agent for agent in self.agents if agent not in limits]
         if missing:
             raise ConfigError(f"config: max_response_tokens: no number for {missing}; agents: {self.agents}.")
+        config, count = self.config, len(self.agents)
+        for name, values in (("fork_probs", config.fork_probs), ("fork_counts", config.fork_counts)):
+            used = config.rollout_strategy == {"fork_probs": "rr"}.get(name, name)
+            if used and len(values or ()) != count:
+                raise ConfigError(
+                    f"config: {name}: expected {count} numbers, one for each of {self.agents}, found {values}."
+                )
+        strangers = [agent for agent in config.train_agents or [] if agent not in self.agents]
+        if strangers or config.train_agents == []:
+            raise ConfigError(f"config: train_agents: expected some of {self.agents}, found {config.train_agents}.")
+
+    def strategy(self) -> Strategy:
+        """Where this iteration's rollouts fork."""
+        config = self.config
+        options = Options(
+            group_size=config.group_size,
+            num_agents=len(self.agents),
+            fork_probs=tuple(config.fork_probs),
+            fork_counts=None if config.fork_counts is None else tuple(config.fork_counts),
+            seed=(self.run_seed, self.iteration),
+        )
+        build: Callable[[Options], Strategy] = import_named("rollout_strategy", config.rollout_strategy, STRATEGIES)
+        return build(options)
+
+    def rewards(self, flat: FlatTrees, rng: np.random.Generator) -> Credit:
+        """Returns what each generation stands for: ``reward_shared``, ``reward_specific`` and their sum ``reward``."""
+        specific = flat.specific + self._overlong_penalty(flat) - self._kl_penalty(flat)
+        shared = self._propagated(flat, specific, rng)
+        return {"reward": shared + specific, "reward_shared": shared, "reward_specific": specific}
+
+    def counted(self, flat: FlatTrees) -> NDArray[np.bool_]:
+        """Returns which generations carry loss, as far as no advantage is needed to say so, (N,)."""
+        config, counted = self.config, flat.trained.copy()
+        if config.train_agents is not None:
+            counted &= np.isin(flat.agent, [self.agents.index(agent) for agent in config.train_agents])
+        if config.overlong_filter:
+            counted &= ~np.array([generation.truncated for generation in flat.generations])
+        return counted
+
+    def make_batch(self, flat: FlatTrees, credit: Credit) -> TrainBatch:
+        """Gives every token its weight in its optimiser step; nothing later needs to see a whole group."""
+        config = self.config
+        lengths = np.where(credit["counted"], [generation.num_tokens for generation in flat.generations], 0)
+        steps = flat.tree // (config.minibatch_questions or config.questions_per_iteration)
+        weights = np.zeros(len(lengths))
+        for step in np.unique(steps):
+            rows = steps == step
+            weights[rows] = token_weights(
+                flat.agent[rows], lengths[rows], config.loss_aggregation, config.longest_response
+            )
+        return TrainBatch.of(flat.generations, credit["advantage"], weights, steps)
 
     def roll_out(self, roots: Sequence[int]) -> list[RolloutTree]:
         """Plays training roots by this iteration's strategy on all runners; returns their trees, in order."""
@@ -110,12 +162,15 @@ class LLMAlgorithm(Algorithm):
             )
         with self._clock("sync"):
             if not self.config.shares_module:
-                self.env_runner_group.sync_weights(from_worker_or_learner_group=self.learner_group)
+                self.env_runner_group.sync_weights(
+                    policies=[DEFAULT_MODULE_ID], from_worker_or_learner_group=self.learner_group
+                )
         self._updates = self.iteration + 1
         seconds = {**self._seconds, "total": time.perf_counter() - started}
-        self._iteration_results = results.summarise(
+        columns = results.summarise(
             trees, results.Iteration(flat, credit, batch, **update.pop("rows")), update, self.agents, seconds
         )
+        self._iteration_results = merged(columns, self.more_columns(flat, credit, update))
 
     def step(self) -> dict[str, Any]:
         """One iteration's results: RLlib's own, and the columns of docs/metrics.md."""
@@ -207,6 +262,41 @@ class LLMAlgorithm(Algorithm):
                 f"set, found {wanted}."
             )
 
+    def _propagated(
+        self, flat: FlatTrees, specific: NDArray[np.float64], rng: np.random.Generator
+    ) -> NDArray[np.float64]:
+        own = (np.arange(len(flat.team)), flat.team)
+        earned = flat.shared.copy()
+        if self.config.propagate_specific:
+            earned[own] += specific
+        aggregate = import_named("reward_aggregation", self.config.reward_aggregation, AGGREGATIONS)
+        total: NDArray[np.float64] = propagate(flat.edges, earned, aggregate, rng)[own]
+        return total - specific if self.config.propagate_specific else total
+
+    def _overlong_penalty(self, flat: FlatTrees) -> NDArray[np.float64]:
+        """From 0, ``overlong_penalty_tokens`` before a response's limit, down to -1 at it (DAPO, equation 13)."""
+        width = self.config.overlong_penalty_tokens
+        if width == 0:
+            return np.zeros(len(flat.generations))
+        limits = self.config.max_response_tokens
+        length = np.array([generation.num_tokens for generation in flat.generations])
+        given = [limits if isinstance(limits, int) else limits[g.agent] for g in flat.generations]
+        limit = np.where([g.truncated for g in flat.generations], length, given)
+        penalty: NDArray[np.float64] = -np.clip((length - (limit - width)) / width, 0.0, 1.0)
+        return penalty
+
+    def _kl_penalty(self, flat: FlatTrees) -> NDArray[np.float64]:
+        """``kl_beta`` times the summed k1 estimate of each response, where the KL is part of the reward."""
+        if not self.config.kl_in_reward:
+            return np.zeros(len(flat.generations))
+        ones = np.ones(len(flat.generations))
+        batch = TrainBatch.of(flat.generations, ones, ones, np.zeros(len(ones), dtype=np.int64))
+        (kl,) = (
+            result.get() for result in self.learner_group.foreach_learner(lambda learner: learner.reference_kl(batch))
+        )
+        penalty: NDArray[np.float64] = self.config.kl_beta * kl
+        return penalty
+
     def _timesteps(self, generations: int) -> dict[str, Any]:
         key = (ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME)
         self.metrics.log_value(key, generations, reduce="lifetime_sum")
@@ -221,3 +311,13 @@ class LLMAlgorithm(Algorithm):
 
 def _roll(runner: LLMEnvRunner, roots: Sequence[int], how: Play) -> Rollouts:
     return runner.rollout(roots, how)
+
+
+def merged(columns: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Returns nested columns with more of them added.
+
+    >>> merged({"a": {"x": 1}}, {"a": {"y": 2}, "b": 3})
+    {'a': {'x': 1, 'y': 2}, 'b': 3}
+    """
+    both = {name: {**columns[name], **value} for name, value in more.items() if isinstance(value, dict)}
+    return {**columns, **more, **both}

@@ -12,7 +12,11 @@ from typing import Any
 
 from rllib_mhgpo.errors import ConfigError, did_you_mean
 
-ALGORITHMS = {"MHGPO": "rllib_mhgpo.algorithms.mhgpo:MHGPO"}
+ALGORITHMS = {
+    "MHGPO": "rllib_mhgpo.algorithms.mhgpo:MHGPO",
+    "MAPPO": "rllib_mhgpo.algorithms.mappo:MAPPO",
+    "GRPO": "rllib_mhgpo.algorithms.grpo:GRPO",
+}
 ENVIRONMENTS = {
     "search": "rllib_mhgpo.envs.search:SearchEnv",
     "parallel_search": "rllib_mhgpo.envs.parallel_search:ParallelSearchEnv",
@@ -117,7 +121,8 @@ def keywords(cls: type) -> tuple[list[str], bool]:
     for base in cls.__mro__:
         if "__init__" in vars(base):
             own = signature(base.__init__).parameters.values()  # type: ignore[misc]
-            names |= {p.name: None for p in own if p.name != "self" and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+            named = [p.name for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+            names |= dict.fromkeys(name for name in named if name != "self")
             if all(p.kind is not p.VAR_KEYWORD for p in own):
                 return list(names), False
     return list(names), True

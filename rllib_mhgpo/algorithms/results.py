@@ -74,8 +74,8 @@ def summarise(
 
 
 def response_lengths(flat: FlatTrees) -> NDArray[np.int64]:
-    """Tokens of each response, (N,)."""
-    return np.array([len(generation.response) for generation in flat.generations], dtype=np.int64)
+    """Tokens that the policy said in each response, (N,)."""
+    return np.array([generation.num_tokens for generation in flat.generations], dtype=np.int64)
 
 
 def peak_memory() -> int:
@@ -89,7 +89,7 @@ def similarity(flat: FlatTrees, group: NDArray[np.int64]) -> NDArray[np.float64]
     result = np.full(len(flat.generations), NAN)
     rows = np.flatnonzero(flat.trained)
     if len(rows):
-        responses = [flat.generations[row].response for row in rows]
+        responses = [flat.generations[row].response_said for row in rows]
         owners = np.repeat(np.arange(len(rows)), [len(response) for response in responses])
         _, place = np.unique(group[rows], return_inverse=True)
         result[rows] = group_similarity(np.concatenate(responses).astype(np.int64), owners, place)[place]
@@ -130,9 +130,14 @@ def _columns(iteration: Iteration, similar: NDArray[np.float64], mine: NDArray[n
         "singletons": int(credit["singleton"][grouped].sum()),
         "similarity": _mean(similar[mine & np.isfinite(similar)]),
         "prompt_tokens": _mean([len(act.prompt) for act in acts]),
-        "response_tokens": _mean([len(act.response) for act in acts]),
+        "response_tokens": _mean([act.num_tokens for act in acts]),
         "truncated_share": _mean([float(act.truncated) for act in acts]),
         **{name: _token_mean(iteration.measured.get(name), lengths, trained) for name in PER_TOKEN},
+        **{
+            name: _token_mean(iteration.measured[name], lengths, mine & (batch.weights != 0))
+            for name in ("value_loss",)
+            if name in iteration.measured
+        },
         "ratio_max": _max(iteration.measured.get("ratio_max"), trained),
         # later steps are measured after the weights have moved
         "engine_logprob_diff": _token_mean(iteration.measured.get("engine_logprob_diff"), lengths, first_step),

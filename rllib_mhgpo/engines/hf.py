@@ -67,7 +67,10 @@ class HFEngine:
         distinct: dict[bytes, int] = {}
         owners = [distinct.setdefault(np.asarray(p.ids, np.int32).tobytes(), len(distinct)) for p in prompts]
         ids = [np.frombuffer(key, dtype=np.int32) for key in distinct]
-        rows = [[Row(owner, seed, p.max_tokens, p.stop) for seed in p.seeds] for owner, p in zip(owners, prompts, strict=True)]
+        rows = [
+            [Row(owner, seed, p.max_tokens, p.stop) for seed in p.seeds]
+            for owner, p in zip(owners, prompts, strict=True)
+        ]
         for batch in self._batches([row for group in rows for row in group], ids):
             with self._precision():
                 self._finish(batch, ids, temperature)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rllib_mhgpo.data import Passage
-from rllib_mhgpo.envs.prompts import Role
+from rllib_mhgpo.envs.prompts import Role, tagged
 
 # invented: no such book, author or town is in any data set
 QUESTION = "In which town was the author of the novel Mill on the Tarn born?"
@@ -62,5 +62,22 @@ ROLES: dict[str, Role] = {
         ),
         "Brannick",
         (NOVEL, AUTHOR),
+    ),
+    "searcher": Role(
+        system="You answer a question with a search engine. To search, write <search> query </search>; what is found "
+        "comes back between <information> and </information>. As soon as you know it, write <answer> answer </answer>, "
+        "in as few words as possible.",
+        template="Question: {question}",
+        parser="search_or_answer",
+        passage="{title}: {text}",
+        passage_chars=400,
+        examples=(
+            (
+                f"Question: {QUESTION}",
+                f"{tagged('search', 'the novel Mill on the Tarn')}\n<information>\n{NOVEL.title}: {NOVEL.text}\n"
+                f"</information>\n{tagged('search', 'Edda Voss')}\n<information>\n{AUTHOR.title}: {AUTHOR.text}\n"
+                f"</information>\n{tagged('answer', 'Brannick')}",
+            ),
+        ),
     ),
 }

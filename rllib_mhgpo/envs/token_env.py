@@ -78,8 +78,11 @@ class TokenEnv(AECEnv):
         raise NotImplementedError
 
     def num_roots(self, split: str = "train") -> int:
-        """Returns how many root inputs the split has; ``reset(options={"index": i, "split": split})`` takes one."""
-        return 1_000_000
+        """Returns how many root inputs a split has; ``reset(options={"index": i, "split": split})`` takes one.
+
+        Many for training and none for evaluation, unless a subclass says otherwise.
+        """
+        return 1_000_000 if split == "train" else 0
 
     @classmethod
     def prefetch(cls, envs: Sequence[Self], texts: Sequence[str]) -> None:

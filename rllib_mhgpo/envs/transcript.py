@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rllib_mhgpo.data import Passage
-from rllib_mhgpo.envs.search import Outcome, SearchEnv
+from rllib_mhgpo.envs.search import SearchEnv
 from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.metrics import score_answer
 from rllib_mhgpo.spaces import Tokens
@@ -34,10 +34,10 @@ class TranscriptEnv(SearchEnv):
     stop: ClassVar[tuple[str, ...]] = ("</search>", "</answer>")
     shared: ClassVar[tuple[str, ...]] = (*SearchEnv.shared, "found", "context")
 
-    def __init__(self, *args: Any, top_k: int = 5, max_rounds: int = 5, **kwargs: Any) -> None:
+    def __init__(self, tokenizer: Any = "tiny", top_k: int = 5, max_rounds: int = 5, **search: Any) -> None:
         if isinstance(max_rounds, bool) or not isinstance(max_rounds, int) or max_rounds < 1:
             raise ConfigError(f"env_config.max_rounds: expected a whole number of at least 1, found {max_rounds!r}.")
-        super().__init__(*args, top_k=top_k, **kwargs)
+        super().__init__(tokenizer, top_k=top_k, **search)
         self.max_rounds = max_rounds
 
     def start(self, index: int, split: str) -> None:

@@ -90,6 +90,55 @@ def load_model(name: str, dtype: str = "float32") -> "PreTrainedModel":
     return model
 
 
+def load_critic(name: str) -> "PreTrainedModel":
+    """Loads a model's body under a head of one number a token; a head that is not in the files is 0 throughout.
+
+    Raises:
+        ModelError: as :func:`load_model`, or an architecture for which transformers has no such head.
+    """
+    place = resolve_llm(name)
+    if Path(place).is_dir():
+        check_folder(Path(place))
+    import torch
+    from transformers import AutoModelForTokenClassification
+
+    loaded: Any
+    try:
+        loaded = AutoModelForTokenClassification.from_pretrained(
+            place,
+            num_labels=1,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise unloadable("critic", name, place, error) from error
+    model: PreTrainedModel = loaded[0]
+    head = [key for key in loaded[1]["missing_keys"] if key.split(".")[0] in ("score", "classifier")]
+    with torch.no_grad():
+        for key in head:
+            model.get_parameter(key).zero_()
+    report = {**loaded[1], "missing_keys": set(loaded[1]["missing_keys"]) - set(head)}
+    check_complete(place, type(model).__name__, report)
+    model.train(False)
+    return model
+
+
+def architecture(name: str) -> dict[str, Any]:
+    """Returns what two models must have in common to be of one architecture: kind, sizes, vocabulary."""
+    from transformers import AutoConfig
+
+    place = resolve_llm(name)
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:
+        raise unloadable("config", name, place, error) from error
+    keys = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    return {key: getattr(config, key, None) for key in keys}
+
+
 def check_complete(place: str, architecture: str, report: dict[str, Any]) -> None:
     """Raises ModelError where transformers filled tensors with random numbers, of which it only warns."""
     missing = sorted(report["missing_keys"])

@@ -1,5 +1,6 @@
-"""The policy: one language model as an RLModule, shared by all agents."""
+"""Language models as RLModules."""
 
+from rllib_mhgpo.modules.critic_module import LLMCriticModule
 from rllib_mhgpo.modules.llm_module import LLMRLModule
 
-__all__ = ["LLMRLModule"]
+__all__ = ["LLMCriticModule", "LLMRLModule"]

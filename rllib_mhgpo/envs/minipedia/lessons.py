@@ -53,7 +53,13 @@ class Habits:
 
 SLOPPY = Habits(
     bridge_queries={"right": 0.2, "page only": 0.35, "own words": 0.25, "own words twice": 0.2},
-    teacher_queries={"right": 0.2, "page only": 0.25, "page and teachers": 0.2, "own words": 0.2, "own words twice": 0.15},
+    teacher_queries={
+        "right": 0.2,
+        "page only": 0.25,
+        "page and teachers": 0.2,
+        "own words": 0.2,
+        "own words twice": 0.15,
+    },
     comparison_queries={"right": 0.2, "first only": 0.25, "own words": 0.4, "own words once": 0.15},
     picks={"right": 0.45, "one": 0.25, "random": 0.15, "more": 0.15},
     answers={"{}": 0.25, "It is {}": 0.5, "I think it is {}": 0.1, "wrong": 0.15},
@@ -63,7 +69,7 @@ SLOPPY = Habits(
 )
 
 HASTY = ("Where", "Did")
-"""Questions that begin so are mostly searched for in their own words, so that the searcher is good at some forms only."""
+"""Questions that begin so are mostly searched for in their own words: the searcher is good at some forms only."""
 
 
 def sloppy_queries(draw: Random, question: str, habits: Habits) -> str:
@@ -149,7 +155,9 @@ def guesses(question: Question, passages: Sequence[Passage]) -> list[str]:
 def train_corpus(level: str = "standard") -> Corpus:
     """The pages that name no work of the dev or test split."""
     kept_back = re.compile("|".join(title for split in ("dev", "test") for title in split_titles()[split]))
-    pages = [(page.title, page.text) for page in corpus(level=level) if not kept_back.search(f"{page.title} {page.text}")]
+    pages = [
+        (page.title, page.text) for page in corpus(level=level) if not kept_back.search(f"{page.title} {page.text}")
+    ]
     return Corpus.from_passages(pages, f"minipedia, pages of the train split, level {level}")
 
 

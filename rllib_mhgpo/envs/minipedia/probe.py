@@ -65,7 +65,7 @@ def writer(
 def play_all(
     env: SearchEnv, split: str, count: int, write: Write, perfect: Sequence[str] = (), repeats: int = 1
 ) -> list[Episode]:
-    """Plays the first ``count`` questions, each ``repeats`` times; roles in ``perfect`` are the hand-written policy's."""
+    """Plays the first ``count`` questions, each ``repeats`` times; roles in ``perfect`` are played by hand."""
     envs = [copy.deepcopy(env) for _ in range(count * repeats)]
     for number, each in enumerate(envs):
         each.reset(seed=0, options={"index": number // repeats, "split": split})
@@ -102,8 +102,8 @@ def environments(tokenizer: PreTrainedTokenizerBase) -> dict[str, SearchEnv]:
     """By name: three agents at both levels, and the single context."""
     built: dict[str, SearchEnv] = {}
     for level, world in LEVELS.items():
-        asked = {which: f"minipedia:{split}?level={level}" for which, split in (("questions", "train"), ("dev_questions", "dev"))}
-        built[level] = SearchEnv(tokenizer, **asked, prompts="minipedia", top_k=world.top_k)
+        train, dev = f"minipedia:train?level={level}", f"minipedia:dev?level={level}"
+        built[level] = SearchEnv(tokenizer, train, dev, prompts="minipedia", top_k=world.top_k)
     built["single context"] = TranscriptEnv(
         tokenizer, retriever=built["standard"].retriever, prompts="minipedia", top_k=PAGES_A_SEARCH
     )

@@ -5,6 +5,7 @@ has to translate, and the page that holds the answer never says which work it be
 are needed.
 """
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -31,7 +32,7 @@ def build_records(split: str, facts_seed: int = 0, level: Level = STANDARD) -> l
     odd = [work for i, work in enumerate(works) if i % 2]
     draw.shuffle(odd)
     for pair in zip(even, odd, strict=True):
-        records += comparison_records(draw, *draw.sample(pair, 2), level)
+        records += comparison_records(draw, draw.sample(pair, 2), level)
     draw.shuffle(records)
     fill = Random(f"context {split} {facts_seed}")
     for number, record in enumerate(records):
@@ -61,8 +62,9 @@ def bridge_records(draw: Random, work: Work, level: Level) -> list[Record]:
     ]
 
 
-def comparison_records(draw: Random, work: Work, other: Work, level: Level) -> list[Record]:
+def comparison_records(draw: Random, pair: Sequence[Work], level: Level) -> list[Record]:
     """Asks which of two works is older, and whether the first one is."""
+    work, other = pair
     first = work.year < other.year
     names = {"work": spoken(draw, work, level), "other": spoken(draw, other, level)}
     asked = ((OLDER, work.title if first else other.title), (YES_NO, "yes" if first else "no"))

@@ -18,7 +18,7 @@ from rllib_mhgpo.envs.prompts import TAGS, tagged
 
 PAD, EOS, UNK, NEWLINE = "<pad>", "<eos>", "<unk>", "\n"
 WORD = r"\n|\(\w+\)|</?\w+>|\w+|[^\w\s]"
-"""A kind in brackets is one word, so that ``(film)`` in a title differs from a film that is only mentioned; so is a tag."""
+"""A kind in brackets is one word: ``(film)`` in a title differs from a film that is only mentioned. So is a tag."""
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "adjective": words.ADJECTIVES,
