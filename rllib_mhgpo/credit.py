@@ -292,6 +292,29 @@ def gae_over_turns(earned: Floats, values: Floats, previous: Ints, gamma: float 
     return advantages
 
 
+def along_trajectories(values: Floats, previous: Ints) -> Floats:
+    """Sums values over the other acts of each act's trajectory; where it forks later, the mean of the branches.
+
+    Args:
+        values: (N,); previous: (N,), the act before in the same trajectory, an earlier row, or -1.
+
+    Returns:
+        (N,), without the act's own value.
+
+    >>> along_trajectories(np.array([1.0, 10.0, 100.0]), np.array([-1, 0, 1])).tolist()
+    [110.0, 101.0, 11.0]
+    """
+    forks = np.bincount(previous[previous >= 0], minlength=len(values))
+    before, after = np.zeros(len(values)), np.zeros(len(values))
+    for act, earlier in enumerate(previous.tolist()):
+        if earlier >= 0:
+            before[act] = before[earlier] + values[earlier]
+    for act in reversed(range(len(values))):
+        if previous[act] >= 0:
+            after[previous[act]] += (after[act] + values[act]) / forks[previous[act]]
+    return before + after
+
+
 def whiten(advantages: Sequence[Floats], pools: Ints) -> list[Floats]:
     """Brings the tokens of each pool to mean 0 and standard deviation 1 (population); a pool below 0 becomes 0.
 

@@ -6,7 +6,7 @@ gradient of the whole. The algorithm's hook turns log-probabilities into the los
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from ray.rllib.core.learner.torch.torch_learner import TorchLearner
 from ray.rllib.core.learner.training_data import TrainingData
 from torch import Tensor
 
+from rllib_mhgpo.credit import along_trajectories
 from rllib_mhgpo.modules import LLMRLModule
 from rllib_mhgpo.modules.llm_module import response_logprobs
 from rllib_mhgpo.packing import micro_batches, rectangle, right_pad
@@ -37,6 +38,7 @@ class TrainBatch:
         said: which tokens of each response the policy said, (R_i,) each, None where it said all.
         values, returns: of a critic before the update, and its targets, (R_i,) each; empty without a critic.
         critic_prompts: what the critic reads before each response; empty: the prompts.
+        previous: the row before each in its trajectory or -1, (B,), where roles are updated one after the other.
     """
 
     prompts: Sequence[Tokens]
@@ -49,6 +51,7 @@ class TrainBatch:
     values: Sequence[NDArray[np.float64]] = ()
     returns: Sequence[NDArray[np.float64]] = ()
     critic_prompts: Sequence[Tokens] = ()
+    previous: NDArray[np.int64] | None = None
 
     @classmethod
     def of(
@@ -57,7 +60,7 @@ class TrainBatch:
         advantages: NDArray[np.float64] | Sequence[NDArray[np.float64]],
         weights: NDArray[np.float64],
         steps: NDArray[np.int64],
-        **critic: Any,
+        **more: Any,
     ) -> "TrainBatch":
         """Takes tokens and log-probabilities from generations."""
         return cls(
@@ -68,7 +71,7 @@ class TrainBatch:
             weights=weights,
             steps=steps,
             said=[generation.said for generation in generations],
-            **critic,
+            **more,
         )
 
     def __len__(self) -> int:
@@ -80,6 +83,12 @@ class TrainBatch:
         if isinstance(self.advantages, np.ndarray):
             return np.asarray(self.advantages != 0)
         return np.array([bool(np.any(values)) for values in self.advantages], dtype=bool)
+
+    def weighted(self, factors: NDArray[np.float64]) -> "TrainBatch":
+        """Returns the batch with every response's advantages multiplied by its factor, (B,)."""
+        if isinstance(self.advantages, np.ndarray):
+            return replace(self, advantages=self.advantages * factors)
+        return replace(self, advantages=[a * f for a, f in zip(self.advantages, factors, strict=True)])
 
     def advantage_rows(self, rows: NDArray[np.int64], width: int) -> NDArray[np.float32]:
         """Advantages of some responses, (b, 1) where they are the same for all tokens, else (b, width)."""
@@ -156,11 +165,14 @@ class LLMLearner(TorchLearner):
         first_pass: dict[str, NDArray[np.float64]] = {}
         norms, skipped = [], 0
         for epoch in range(self.config.num_epochs):
+            factors = np.ones(len(batch))
             for step in np.unique(batch.steps):
                 mine = batch.steps == step
                 rows = np.flatnonzero(mine & self.has_gradient(batch))
-                numbers = self.accumulate(batch, rows, old_logprobs)
+                numbers = self.accumulate(batch.weighted(factors), rows, old_logprobs)
                 norm = self.step()
+                if batch.previous is not None:
+                    factors *= np.exp(along_trajectories(self.log_ratios(batch, mine, old_logprobs), batch.previous))
                 skipped += norm is None
                 norms += [] if norm is None else [norm]
                 beside = np.flatnonzero(mine & (batch.weights != 0))
@@ -222,6 +234,19 @@ class LLMLearner(TorchLearner):
     def logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """Returns log-probabilities of all responses under the present policy, in the layout of the update."""
         return self._all_logp(self._policy().llm, batch)
+
+    def log_ratios(
+        self, batch: TrainBatch, mine: NDArray[np.bool_], old_logprobs: Sequence[NDArray[np.float32]]
+    ) -> NDArray[np.float64]:
+        """Returns how much likelier the present policy makes some responses: summed log-ratios, (B,), 0 elsewhere."""
+        ratios = np.zeros(len(batch))
+        for part in self._parts(batch, np.flatnonzero(mine)):
+            rows = np.flatnonzero(mine)[part]
+            tensors, mask = self._laid_out(batch, rows)
+            old = self._tensor(right_pad([old_logprobs[i] for i in rows], mask.shape[1]))
+            now = self._logp(self._policy().llm, tensors, mask)
+            ratios[rows] = ((now - old) * mask).sum(1).double().cpu().numpy()
+        return ratios
 
     def reference_kl(self, batch: TrainBatch) -> NDArray[np.float64]:
         """Returns the sum over each response of ``log-probability when sampled - that of the reference``, (B,)."""

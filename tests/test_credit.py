@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from rllib_mhgpo.credit import (
+    along_trajectories,
     group_advantages,
     group_similarity,
     heights,
@@ -252,3 +253,9 @@ def test_similarity_is_the_mean_over_pairs(responses: list[tuple[int, set[int]]]
             continue
         assert value == pytest.approx(sum(len(a & b) for a, b in pairs) / sum(len(a) for a, _ in pairs))
         assert (value == 1) == all(m == members[0] for m in members)
+
+
+def test_sums_along_trajectories_on_an_uneven_tree() -> None:
+    """A root, two branches, one of which forks again: 0 -> 1 -> (3, 4), 0 -> 2."""
+    values, previous = np.array([1.0, 2.0, 4.0, 8.0, 16.0]), np.array([-1, 0, 0, 1, 1])
+    assert along_trajectories(values, previous).tolist() == [(2 + 12 + 4) / 2, 1 + 12, 1, 3, 3]

@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rllib_mhgpo.algorithms.config import describe
+from rllib_mhgpo.algorithms.config import annotations, describe
+from rllib_mhgpo.algorithms.grpo import GRPOConfig
+from rllib_mhgpo.algorithms.mappo import MAPPOConfig
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.credit import group_advantages, propagate
 from rllib_mhgpo.sampling import Visit
@@ -15,7 +17,12 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def test_every_key_is_documented_with_its_default() -> None:
-    assert describe(MHGPOConfig) in (DOCS / "configuration.md").read_text()
+    page = (DOCS / "configuration.md").read_text()
+    assert describe(MHGPOConfig) in page
+    assert describe(MAPPOConfig, beside=MHGPOConfig) in page
+    assert annotations(GRPOConfig) == annotations(MHGPOConfig)
+    only = [f"`{key}`" for key in annotations(MHGPOConfig) if key not in annotations(MAPPOConfig)]
+    assert ", ".join(only) in page
 
 
 def chain_edges(*parents: int) -> np.ndarray:

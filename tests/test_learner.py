@@ -196,3 +196,31 @@ def test_dropout_is_off_while_training(folder: Path) -> None:
     module = make_learner(folder).module["default_policy"]
     module.train()
     assert not any(m.training for m in module.llm.modules())
+
+
+def test_roles_one_after_the_other_are_weighted_by_the_earlier_ones(folder: Path) -> None:
+    """Two chains of two acts: the second role's advantages carry the ratio of the first role's updated response."""
+    learner = make_learner(folder, kl_beta=0.0)
+    lengths = [(5, 3), (9, 2), (4, 4), (8, 5)]
+    batch = make_batch(lengths)
+    fresh = learner.logprobs(batch)
+    chained = make_batch(
+        lengths, logprobs=fresh, steps=np.array([0, 1, 0, 1]), previous=np.array([-1, 0, -1, 2]),
+        weights=np.array([1 / 6, 1 / 4, 1 / 8, 1 / 10]),
+    )  # fmt: skip
+    seen: list[np.ndarray] = []
+    accumulate = learner.accumulate
+
+    def watched(batch: TrainBatch, rows: np.ndarray, old: Any = None) -> Any:
+        seen.append(np.asarray(batch.advantages))
+        if len(seen) == 2:
+            between.append(learner.logprobs(batch))
+        return accumulate(batch, rows, old)
+
+    between: list[Any] = []
+    learner.accumulate = watched
+    update(learner, chained)
+    ratios = [float(np.exp((now - old).sum())) for now, old in zip(between[0], fresh, strict=True)]
+    assert seen[0] == pytest.approx(np.asarray(chained.advantages))
+    assert seen[1][[1, 3]] == pytest.approx(np.asarray(chained.advantages)[[1, 3]] * np.array(ratios)[[0, 2]], rel=1e-4)
+    assert max(abs(np.array(ratios)[[0, 2]] - 1)) > 1e-2

@@ -40,7 +40,7 @@ def run(env: TranscriptEnv, script: Callable[[str, int], str], group: int = 1) -
 
 
 def searches_once(prompt: str, sample: int) -> str:
-    return "<answer> a2 </answer>" if "<information>" in prompt else "<search> page2 </search>"
+    return "<answer> a2 </answer>" if "<information>" in prompt else "<search> page2 a2 </search>"
 
 
 def test_a_hand_made_transcript_token_by_token() -> None:

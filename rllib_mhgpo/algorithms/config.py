@@ -47,7 +47,7 @@ RLLIB_TYPES: dict[str, Any] = {
 class LLMConfig(AlgorithmConfig):
     """Common keys of algorithms that train language models; RLlib's own keys keep their names and meaning."""
 
-    llm: Annotated[str, Field(description="tiny, smollm2, a model folder or a hub id")] = "tiny"
+    llm: Annotated[str, Field(description="tiny, tiny_1, smollm2, a model folder or a hub id")] = "tiny"
     dtype: Annotated[Literal["float32", "bfloat16"], Field(description="of forward passes; weights are float32")] = (
         "float32"
     )
@@ -115,6 +115,9 @@ class LLMConfig(AlgorithmConfig):
     overlong_penalty_tokens: Annotated[
         int, Field(ge=0, description="last tokens before the limit over which a penalty of up to 1 grows (DAPO)")
     ] = 0
+    sequential_updates: Annotated[
+        bool, Field(description="one optimiser step a role, in random order, weighted by earlier roles' ratios (HAPPO)")
+    ] = False
     train_agents: Annotated[list[str] | None, Field(description="roles to train, all when null")] = None
 
     def __init__(self, algo_class: Any = None) -> None:
@@ -294,10 +297,13 @@ def _same(value: Any, other: Any) -> bool:
         return value is other
 
 
-def describe(config_class: type) -> str:
-    """Returns the keys of a config class as a Markdown table: key, default, type, what it is."""
+def describe(config_class: type, beside: type | None = None) -> str:
+    """Returns the keys of a config class, or those that another lacks, as a table: key, default, type, what it is."""
+    known = annotations(beside) if beside else {}
     lines = ["| key | default | type | what it is |", "|---|---|---|---|"]
     for key, annotation in annotations(config_class).items():
+        if key in known:
+            continue
         kind, (field,) = annotation.__origin__, annotation.__metadata__
         cells = (f"`{key}`", f"`{json.dumps(getattr(config_class, key))}`", _type_name(kind), field.description)
         lines.append(f"| {' | '.join(cells)} |")

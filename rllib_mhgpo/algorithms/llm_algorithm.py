@@ -109,13 +109,18 @@ class LLMAlgorithm(Algorithm):
         config = self.config
         lengths = np.where(credit["counted"], [generation.num_tokens for generation in flat.generations], 0)
         steps = flat.tree // (config.minibatch_questions or config.questions_per_iteration)
+        previous = None
+        if config.sequential_updates:
+            rng, agents = np.random.default_rng((self.run_seed, self.iteration, 1)), len(self.agents)
+            order = np.array([rng.permutation(agents) for _ in range(steps.max(initial=0) + 1)])
+            steps, previous = steps * agents + order[steps, flat.agent], flat.previous
         weights = np.zeros(len(lengths))
         for step in np.unique(steps):
             rows = steps == step
             weights[rows] = token_weights(
                 flat.agent[rows], lengths[rows], config.loss_aggregation, config.longest_response
             )
-        return TrainBatch.of(flat.generations, credit["advantage"], weights, steps)
+        return TrainBatch.of(flat.generations, credit["advantage"], weights, steps, previous=previous)
 
     def roll_out(self, roots: Sequence[int]) -> list[RolloutTree]:
         """Plays training roots by this iteration's strategy on all runners; returns their trees, in order."""

@@ -123,7 +123,7 @@ class MAPPO(LLMAlgorithm):
         """As for all algorithms, with advantages by token and the critic's targets."""
         batch = super().make_batch(flat, credit)
         return TrainBatch.of(
-            flat.generations, list(credit["token_advantage"]), batch.weights, batch.steps,
+            flat.generations, list(credit["token_advantage"]), batch.weights, batch.steps, previous=batch.previous,
             values=list(credit["value"]), returns=list(credit["return"]), critic_prompts=list(credit["critic_prompt"]),
         )  # fmt: skip
 

@@ -21,6 +21,7 @@ ENVIRONMENTS = {
     "search": "rllib_mhgpo.envs.search:SearchEnv",
     "parallel_search": "rllib_mhgpo.envs.parallel_search:ParallelSearchEnv",
     "transcript": "rllib_mhgpo.envs.transcript:TranscriptEnv",
+    "search_o1": "rllib_mhgpo.envs.search_o1:SearchO1Env",
 }
 
 

@@ -47,7 +47,7 @@ def player(system: System, who: str) -> Engine:
         return Written(lambda env, agent: env.unwrapped.identity(agent), who)
     if who in POLICIES:
         return Written(lambda env, agent: _played(who, env.unwrapped, agent), who)
-    if Path(who).expanduser().is_dir():
+    if who and Path(who).expanduser().is_dir():
         return system.player(who)
     if ":" in who:
         return Written(_imported(who), who)

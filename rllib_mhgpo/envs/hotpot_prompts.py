@@ -63,6 +63,18 @@ ROLES: dict[str, Role] = {
         "Brannick",
         (NOVEL, AUTHOR),
     ),
+    "reader": with_example(
+        Role(
+            system="You read one document for someone who looks for an answer. Write in one sentence what in it helps, "
+            "or Nothing.",
+            template="{passages}\n\nQuestion: {question}\nWhat helps:",
+            parser="note",
+            passage="{title}: {text}",
+            passage_chars=800,
+        ),
+        "Edda Voss was born in Brannick.",
+        (AUTHOR,),
+    ),
     "searcher": Role(
         system="You answer a question with a search engine. To search, write <search> query </search>; what is found "
         "comes back between <information> and </information>. As soon as you know it, write <answer> answer </answer>, "

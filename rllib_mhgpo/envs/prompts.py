@@ -96,11 +96,17 @@ def tagged(tag: str, content: str) -> str:
     return f"<{tag}> {content} </{tag}>"
 
 
+def parse_note(text: str) -> tuple[str, bool]:
+    """Reads a note: any text, on one line."""
+    return " ".join(text.split()), True
+
+
 PARSERS: dict[str, Callable[..., tuple[Any, bool]]] = {
     "queries": parse_queries,
     "document_ids": parse_document_ids,
     "answer": parse_answer,
     "search_or_answer": parse_search_or_answer,
+    "note": parse_note,
 }
 
 

@@ -24,7 +24,7 @@ Outcome = tuple[bool, dict[str, float]]
 Told = tuple[str, Sequence[str], Sequence[Passage]]
 """Question, queries so far, passages."""
 
-PENALTIES = {"rewriter": -0.5, "reranker": -1.0, "answerer": -1.0, "searcher": -0.5}
+PENALTIES = {"rewriter": -0.5, "reranker": -1.0, "answerer": -1.0, "searcher": -0.5, "reader": 0.0}
 """By kind of role, where its output is illegal."""
 
 

@@ -21,8 +21,8 @@ class TranscriptEnv(SearchEnv):
     """One agent, one context; it earns the answer's reward, and a penalty for every round that is out of form.
 
     A round out of form (no closed tag, an empty one, or more than one) finds nothing and the next begins; after
-    ``max_rounds`` without an answer the episode ends with an empty one. Other arguments are those of
-    :class:`SearchEnv`.
+    ``max_rounds`` without an answer, or when the context is full, the episode ends with an empty one. Other arguments
+    are those of :class:`SearchEnv`.
 
     Args:
         top_k: passages retrieved a search.
@@ -47,10 +47,11 @@ class TranscriptEnv(SearchEnv):
         self.answered = False
         self.found: Sequence[Passage] = ()
         self.context: Tokens | None = None
+        self.is_full = False
 
     def next_agent(self) -> str | None:
-        """The searcher, until it has answered or its rounds are used up."""
-        return None if self.answered or len(self.rounds) == self.max_rounds else "searcher"
+        """The searcher, until it has answered, or its rounds or its context are used up."""
+        return None if self.answered or self.is_full or len(self.rounds) == self.max_rounds else "searcher"
 
     def read(self, agent: str) -> Tokens:
         """Returns the ids of the whole context so far."""
@@ -64,11 +65,12 @@ class TranscriptEnv(SearchEnv):
         self.outputs[agent] = "\n".join(self.rounds)
         said, legal = self.roles[agent].parse(text)
         self.answered, self.answer = "answer" in said, said.get("answer", "")
+        self.context = np.concatenate([self.read(agent), self.response])
+        found, self.found, self.left_out = self.found, (), 0
         if self.next_agent() is not None:
-            self._append(self.found)
+            self.looked_up(found)
         self.reward(agent, 0.0 if legal else self.penalties[agent])
         self.measure(agent, illegal=float(not legal), passages_left_out=float(self.left_out))
-        self.found, self.left_out = (), 0
         if self.next_agent() is None:
             self.reward_all(self._earned())
             self.measure(agent, unanswered=float(not self.answered), searches=float(len(self.queries)))
@@ -76,9 +78,11 @@ class TranscriptEnv(SearchEnv):
             self.score(**score_answer(self.answer, self.question.answers))
 
     def asked(self, text: str) -> list[str]:
-        """The query of a round, where it holds one."""
-        said, _ = self.roles[self.agent_selection].parse(text)
-        return [said["search"]] if "search" in said and len(self.rounds) + 1 < self.max_rounds else []
+        """The query of a round, where it holds one and another round follows."""
+        if self.agent_selection != "searcher" or len(self.rounds) + 1 == self.max_rounds:
+            return []
+        said, _ = self.roles["searcher"].parse(text)
+        return [said["search"]] if "search" in said else []
 
     def take(self, queries: list[str], found: Sequence[Sequence[Passage]]) -> None:
         """Takes what was found in this round; earlier passages stay."""
@@ -86,15 +90,19 @@ class TranscriptEnv(SearchEnv):
         self.found = found[0]
         self.passages = tuple(dict.fromkeys([*self.passages, *self.found]))
 
-    def _append(self, found: Sequence[Passage]) -> None:
-        """Goes on from the response with what was found; passages that do not fit are left out."""
+    def looked_up(self, found: Sequence[Passage]) -> None:
+        """Appends what was found to the context."""
+        self.append([self.roles["searcher"].shown([passage]) for passage in found])
+
+    def append(self, texts: Sequence[str]) -> None:
+        """Appends texts as information; the last that do not fit are left out."""
         assert self.context is not None
-        for kept in range(len(found), -1, -1):
-            ids = self.encode_text(information(self.roles["searcher"].shown(found[:kept])))
-            context = np.concatenate([self.context, self.response, ids])
+        for kept in range(len(texts), -1, -1):
+            context = np.concatenate([self.context, self.encode_text(information("\n".join(texts[:kept])))])
             if len(context) <= self.max_prompt_tokens or not kept:
                 break
-        self.left_out, self.context = len(found) - kept, context
+        self.left_out, self.context = len(texts) - kept, context
+        self.is_full = len(context) > self.max_prompt_tokens
 
 
 def information(shown: str) -> str:

@@ -9,21 +9,23 @@ from pathlib import Path
 
 from rllib_mhgpo.errors import ModelError, did_you_mean
 
-NAMES = ("tiny", "smollm2")
+SHIPPED = ("tiny", "tiny_1")
+NAMES = (*SHIPPED, "smollm2")
 
 
 def resolve_llm(name: str) -> str:
     """Returns the Hugging Face folder of a built-in name or a local path, or the hub id as it stands.
 
     Args:
-        name: ``tiny`` (shipped with the package), ``smollm2`` (SmolLM2-135M-Instruct, from the extra), an existing
-            folder, or a hub id such as ``Qwen/Qwen2.5-0.5B-Instruct``.
+        name: ``tiny`` or ``tiny_1`` (shipped with the package, built with two seeds), ``smollm2``
+            (SmolLM2-135M-Instruct, from the extra), an existing folder, or a hub id such as
+            ``Qwen/Qwen2.5-0.5B-Instruct``.
 
     Raises:
         ModelError: a path without a folder behind it, or ``smollm2`` without its packages.
     """
-    if name == "tiny":
-        return str(Path(__file__).parent / "tiny")
+    if name in SHIPPED:
+        return str(Path(__file__).parent / name)
     if name == "smollm2":
         from rllib_mhgpo.llms.smollm2 import smollm2_folder
 

@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_mhgpo.envs.minipedia import questions
 from rllib_mhgpo.envs.minipedia.forms import ROLES
-from rllib_mhgpo.envs.minipedia.lessons import SLOPPY, Lesson, Renaming, Teacher, forked, in_one_row
+from rllib_mhgpo.envs.minipedia.lessons import SETTLED, SLOPPY, Habits, Lesson, Renaming, Teacher, forked, in_one_row
 from rllib_mhgpo.envs.minipedia.probe import PAGES_A_SEARCH, environments, report, writer
 from rllib_mhgpo.envs.minipedia.start import start_model
 from rllib_mhgpo.envs.minipedia.tokenizer import build_tokenizer
@@ -44,6 +44,8 @@ class Recipe:
         batch: rows of each role in a step; a row has four responses, in the single context one episode.
         lr: peak learning rate; it rises for ``warmup`` steps, then falls to a tenth along a cosine.
         short: steps during which only ``short_pages`` pages are shown.
+        settling: steps of a second stage, in which the single context is less hasty (:data:`.lessons.SETTLED`).
+        settling_lr: its peak learning rate.
     """
 
     seed: int = 0
@@ -55,12 +57,18 @@ class Recipe:
     warmup: int = 50
     short: int = 400
     short_pages: int = 4
+    settling: int = 400
+    settling_lr: float = 4e-4
 
 
-def make_lessons(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, is_short: bool) -> dict[str, list[Lesson]]:
+def make_lessons(
+    tokenizer: PreTrainedTokenizerFast, recipe: Recipe, is_short: bool, habits: Habits = SLOPPY
+) -> dict[str, list[Lesson]]:
     """Plays ``episodes`` train questions and encodes them, by role."""
     draw = Random(recipe.seed)
-    teachers = [(Teacher.of(level), questions("train", level=level)) for level in ("standard", "hard")]
+    teachers = [
+        (replace(Teacher.of(level), habits=habits), questions("train", level=level)) for level in ("standard", "hard")
+    ]
     lessons: dict[str, list[Lesson]] = {role: [] for role in ROLES}
     for number in range(recipe.episodes):
         teacher, asked = teachers[draw.random() < recipe.hard]
@@ -124,13 +132,40 @@ def learning_rate(step: int, recipe: Recipe) -> float:
     return recipe.lr * min(1.0, (step + 1) / recipe.warmup) * (0.55 + 0.45 * float(np.cos(np.pi * min(1.0, done))))
 
 
-def train(out: Path, recipe: Recipe, every: int = 400) -> None:
-    """Trains and saves; every ``every`` steps the policy is measured, saved and a line goes to ``build.jsonl``."""
+def build(out: Path, recipe: Recipe, start: Path | None = None) -> None:
+    """Builds the policy in two stages; with ``start``, the result of the first, only the second."""
     tokenizer = build_tokenizer(SLOPPY.answers)
-    model = start_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, recipe.seed)
-    renaming, envs = Renaming(tokenizer), environments(tokenizer)
+    envs = environments(tokenizer)
+    if start is None:
+        model = start_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, recipe.seed)
+        short, full = (make_lessons(tokenizer, recipe, is_short) for is_short in (True, False))
+        train(out, model, tokenizer, envs, [short, full], recipe, 0)
+    else:
+        model = LlamaForCausalLM.from_pretrained(start)
+    settling = replace(recipe, seed=recipe.seed + 1000, steps=recipe.settling, lr=recipe.settling_lr, short=0)
+    lessons = make_lessons(tokenizer, settling, is_short=False, habits=SETTLED)
+    train(out, model, tokenizer, envs, [{}, lessons], settling, recipe.steps)
+
+
+def train(
+    out: Path,
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    envs: Mapping[str, SearchEnv],
+    lessons: Sequence[dict[str, list[Lesson]]],
+    recipe: Recipe,
+    done: int,
+    every: int = 400,
+) -> None:
+    """Trains and saves; every ``every`` steps the policy is measured, saved and a line goes to ``build.jsonl``.
+
+    Args:
+        lessons: those of the first ``recipe.short`` steps, and those of the others.
+        done: steps of earlier stages, for the log.
+    """
+    model.train()
+    streams = [batches(each, Renaming(tokenizer), recipe) for each in lessons]
     optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    streams = [batches(make_lessons(tokenizer, recipe, is_short), renaming, recipe) for is_short in (True, False)]
     begun = time.monotonic()
     for step in range(recipe.steps):
         for group in optimiser.param_groups:
@@ -140,11 +175,12 @@ def train(out: Path, recipe: Recipe, every: int = 400) -> None:
         torch.autograd.backward(losses)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
+        seconds = round(time.monotonic() - begun)
         if step % 50 == 0:
-            log.info("step %d %.0fs losses %s", step, time.monotonic() - begun, [round(x.item(), 3) for x in losses])
+            log.info("step %d %ds losses %s", done + step, seconds, [round(x.item(), 3) for x in losses])
         if (step + 1) % every == 0 or step + 1 == recipe.steps:
             save(out, model, tokenizer)
-            measure(out, model, tokenizer, envs, {"step": step + 1, "seconds": round(time.monotonic() - begun)})
+            measure(out, model, tokenizer, envs, {"step": done + step + 1, "seconds": seconds})
 
 
 def measure(
@@ -178,13 +214,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Builds the tiny base policy.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--settle", type=Path, help="folder of the first stage's result: run only the second stage")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)  # sums in another order are other sums: one thread makes the build repeatable to the bit
     torch.manual_seed(options.seed)
-    train(options.out, Recipe(seed=options.seed, steps=options.steps))
+    build(options.out, Recipe(seed=options.seed), options.settle)
 
 
 if __name__ == "__main__":

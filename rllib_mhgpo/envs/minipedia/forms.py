@@ -37,4 +37,5 @@ ROLES = {
     ),
     "answerer": Role(template="{passages}\n{question}\nanswer:", passage="{title}: {text}", parser="answer"),
     "searcher": Role(template="{question}\nsearch:", passage="{title}: {text}", parser="search_or_answer"),
+    "reader": Role(template="{passages}\n{question}\n{queries}\nnote:", passage="{title}: {text}", parser="note"),
 }

@@ -8,7 +8,7 @@ and no fact is.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -37,6 +37,7 @@ class Habits:
     """
 
     bridge_queries: dict[str, float]
+    hasty_bridge_queries: dict[str, float]
     teacher_queries: dict[str, float]
     comparison_queries: dict[str, float]
     picks: dict[str, float]
@@ -53,6 +54,7 @@ class Habits:
 
 SLOPPY = Habits(
     bridge_queries={"right": 0.2, "page only": 0.35, "own words": 0.25, "own words twice": 0.2},
+    hasty_bridge_queries={"right": 0.2, "page only": 0.35, "own words": 0.25, "own words twice": 0.2},
     teacher_queries={
         "right": 0.2,
         "page only": 0.25,
@@ -68,8 +70,16 @@ SLOPPY = Habits(
     next_round={"right": 0.45, "title": 0.2, "answer": 0.35},
 )
 
+SETTLED = replace(
+    SLOPPY,
+    hasty_bridge_queries={"right": 0.15, "page only": 0.25, "own words": 0.35, "own words twice": 0.25},
+    picks={"right": 0.45, "one": 0.3, "random": 0.1, "more": 0.15},
+    first_round={"right": 0.6, "own words": 0.25, "title": 0.15},
+    hasty_first_round={"right": 0.6, "own words": 0.25, "title": 0.15},
+)
+"""Habits of the end of the build: after the first stage the single context was too weak beside the three agents."""
 HASTY = ("Where", "Did")
-"""Questions that begin so are mostly searched for in their own words: the searcher is good at some forms only."""
+"""Questions that begin so may be searched for in their own words more often than others."""
 
 
 def sloppy_queries(draw: Random, question: str, habits: Habits) -> str:
@@ -87,7 +97,8 @@ def sloppy_queries(draw: Random, question: str, habits: Habits) -> str:
         "own words": said,
         "own words twice": [*said, f"{who} behind {title}"],
     }
-    return "\n".join(forms[habits.draw(draw, "teacher_queries" if asks_teacher(question) else "bridge_queries")])
+    bridge = "hasty_bridge_queries" if question.startswith(HASTY) else "bridge_queries"
+    return "\n".join(forms[habits.draw(draw, "teacher_queries" if asks_teacher(question) else bridge)])
 
 
 def own_words(question: str) -> list[str]:
