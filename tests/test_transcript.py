@@ -48,7 +48,7 @@ def test_a_hand_made_transcript_token_by_token() -> None:
     tree = run(make_env(), searches_once)
     (whole,) = joined(tree).generations
     texts = [
-        "<search> page2 </search><eos>",
+        "<search> page2 a2 </search><eos>",
         "\n<information>\npage2 says a2\n</information>\n",
         "<answer> a2 </answer><eos>",
     ]

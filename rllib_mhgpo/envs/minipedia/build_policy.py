@@ -21,9 +21,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_mhgpo.envs.minipedia import questions
-from rllib_mhgpo.envs.minipedia.forms import ROLES
-from rllib_mhgpo.envs.minipedia.lessons import SETTLED, SLOPPY, Habits, Lesson, Renaming, Teacher, forked, in_one_row
-from rllib_mhgpo.envs.minipedia.probe import PAGES_A_SEARCH, environments, report, writer
+from rllib_mhgpo.envs.minipedia.lessons import SLOPPY, Lesson, Renaming, Teacher, forked, in_one_row
+from rllib_mhgpo.envs.minipedia.probe import AGENTS, PAGES_A_SEARCH, environments, report, writer
 from rllib_mhgpo.envs.minipedia.start import start_model
 from rllib_mhgpo.envs.minipedia.tokenizer import build_tokenizer
 from rllib_mhgpo.envs.minipedia.world import LEVELS
@@ -41,11 +40,10 @@ class Recipe:
         steps: optimiser steps.
         episodes: lessons made before the first step, each shown under many namings.
         hard: share of them at level ``hard``.
-        batch: rows of each role in a step; a row has four responses, in the single context one episode.
+        batch: rows of each role in a step, twice as many of the answerer's; a row has four responses, in the single
+            context one episode.
         lr: peak learning rate; it rises for ``warmup`` steps, then falls to a tenth along a cosine.
         short: steps during which only ``short_pages`` pages are shown.
-        settling: steps of a second stage, in which the single context is less hasty (:data:`.lessons.SETTLED`).
-        settling_lr: its peak learning rate.
     """
 
     seed: int = 0
@@ -57,25 +55,21 @@ class Recipe:
     warmup: int = 50
     short: int = 400
     short_pages: int = 4
-    settling: int = 400
-    settling_lr: float = 4e-4
 
 
-def make_lessons(
-    tokenizer: PreTrainedTokenizerFast, recipe: Recipe, is_short: bool, habits: Habits = SLOPPY
-) -> dict[str, list[Lesson]]:
+def make_lessons(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, is_short: bool) -> dict[str, list[Lesson]]:
     """Plays ``episodes`` train questions and encodes them, by role."""
     draw = Random(recipe.seed)
-    teachers = [
-        (replace(Teacher.of(level), habits=habits), questions("train", level=level)) for level in ("standard", "hard")
-    ]
-    lessons: dict[str, list[Lesson]] = {role: [] for role in ROLES}
+    teachers = [(Teacher.of(level), questions("train", level=level)) for level in ("standard", "hard")]
+    lessons: dict[str, list[Lesson]] = {role: [] for role in (*AGENTS, "searcher")}
     for number in range(recipe.episodes):
         teacher, asked = teachers[draw.random() < recipe.hard]
         question = asked[number % len(asked)]
         limit = recipe.short_pages if is_short else LEVELS[teacher.level].top_k
         for agent, (prompt, responses) in teacher.play(draw, question, limit).items():
-            lessons[agent].append(forked(tokenizer, prompt, responses))
+            # comparing two years is learned last: twice as many lessons
+            copies = 2 if agent == "answerer" and question.kind == "comparison" else 1
+            lessons[agent] += [forked(tokenizer, prompt, responses)] * copies
         pages = 2 if is_short else PAGES_A_SEARCH
         lessons["searcher"].append(in_one_row(tokenizer, teacher.play_alone(draw, question, pages)))
     return lessons
@@ -86,8 +80,8 @@ def batches(lessons: dict[str, list[Lesson]], renaming: Renaming, recipe: Recipe
     draw = np.random.default_rng(recipe.seed)
     while True:
         yield [
-            [replace(role[i], ids=renaming(draw, role[i].ids)) for i in draw.integers(len(role), size=recipe.batch)]
-            for role in lessons.values()
+            [replace(role[i], ids=renaming(draw, role[i].ids)) for i in draw.integers(len(role), size=size)]
+            for role, size in ((role, recipe.batch * (1 + (name == "answerer"))) for name, role in lessons.items())
         ]
 
 
@@ -132,40 +126,13 @@ def learning_rate(step: int, recipe: Recipe) -> float:
     return recipe.lr * min(1.0, (step + 1) / recipe.warmup) * (0.55 + 0.45 * float(np.cos(np.pi * min(1.0, done))))
 
 
-def build(out: Path, recipe: Recipe, start: Path | None = None) -> None:
-    """Builds the policy in two stages; with ``start``, the result of the first, only the second."""
+def train(out: Path, recipe: Recipe, every: int = 400) -> None:
+    """Trains and saves; every ``every`` steps the policy is measured, saved and a line goes to ``build.jsonl``."""
     tokenizer = build_tokenizer(SLOPPY.answers)
-    envs = environments(tokenizer)
-    if start is None:
-        model = start_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, recipe.seed)
-        short, full = (make_lessons(tokenizer, recipe, is_short) for is_short in (True, False))
-        train(out, model, tokenizer, envs, [short, full], recipe, 0)
-    else:
-        model = LlamaForCausalLM.from_pretrained(start)
-    settling = replace(recipe, seed=recipe.seed + 1000, steps=recipe.settling, lr=recipe.settling_lr, short=0)
-    lessons = make_lessons(tokenizer, settling, is_short=False, habits=SETTLED)
-    train(out, model, tokenizer, envs, [{}, lessons], settling, recipe.steps)
-
-
-def train(
-    out: Path,
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    envs: Mapping[str, SearchEnv],
-    lessons: Sequence[dict[str, list[Lesson]]],
-    recipe: Recipe,
-    done: int,
-    every: int = 400,
-) -> None:
-    """Trains and saves; every ``every`` steps the policy is measured, saved and a line goes to ``build.jsonl``.
-
-    Args:
-        lessons: those of the first ``recipe.short`` steps, and those of the others.
-        done: steps of earlier stages, for the log.
-    """
-    model.train()
-    streams = [batches(each, Renaming(tokenizer), recipe) for each in lessons]
+    model = start_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, recipe.seed)
+    renaming, envs = Renaming(tokenizer), environments(tokenizer)
     optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    streams = [batches(make_lessons(tokenizer, recipe, is_short), renaming, recipe) for is_short in (True, False)]
     begun = time.monotonic()
     for step in range(recipe.steps):
         for group in optimiser.param_groups:
@@ -177,10 +144,10 @@ def train(
         optimiser.step()
         seconds = round(time.monotonic() - begun)
         if step % 50 == 0:
-            log.info("step %d %ds losses %s", done + step, seconds, [round(x.item(), 3) for x in losses])
+            log.info("step %d %ds losses %s", step, seconds, [round(x.item(), 3) for x in losses])
         if (step + 1) % every == 0 or step + 1 == recipe.steps:
             save(out, model, tokenizer)
-            measure(out, model, tokenizer, envs, {"step": done + step + 1, "seconds": seconds})
+            measure(out, model, tokenizer, envs, {"step": step + 1, "seconds": seconds})
 
 
 def measure(
@@ -214,13 +181,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Builds the tiny base policy.")
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--seed", type=int, default=Recipe.seed)
-    parser.add_argument("--settle", type=Path, help="folder of the first stage's result: run only the second stage")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)  # sums in another order are other sums: one thread makes the build repeatable to the bit
     torch.manual_seed(options.seed)
-    build(options.out, Recipe(seed=options.seed), options.settle)
+    train(options.out, Recipe(seed=options.seed))
 
 
 if __name__ == "__main__":

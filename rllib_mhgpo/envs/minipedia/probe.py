@@ -124,6 +124,8 @@ def report(
         others = [other for other in AGENTS if other != agent]
         alone = play_all(env, "dev", count, greedy, others)
         figures[f"only {agent}, F1"], figures[f"only {agent}, Acc"] = mean(alone), mean(alone, "acc")
+        compared = [e for e, kind in zip(alone, kinds, strict=True) if kind == "comparison"]
+        figures[f"only {agent}, Acc of comparisons"] = mean(compared, "acc")
     rollouts = play_all(env, "dev", count, sampled, repeats=group)
     figures["sampled"] = mean(rollouts)
     for agent in AGENTS:
