@@ -91,6 +91,8 @@ def load_reward(name: str) -> Reward:
     Raises:
         ConfigError: for an unknown name, module or function.
     """
+    if not isinstance(name, str):
+        raise ConfigError(f"reward: expected a name or module:function, found {name!r}.")
     if name in REWARDS:
         return REWARDS[name]
     module_name, colon, function_name = name.partition(":")

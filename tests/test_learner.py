@@ -198,7 +198,9 @@ def test_dropout_is_off_while_training(folder: Path) -> None:
     assert not any(m.training for m in module.llm.modules())
 
 
-def test_roles_one_after_the_other_are_weighted_by_the_earlier_ones(folder: Path) -> None:
+def test_roles_one_after_the_other_are_weighted_by_the_earlier_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two chains of two acts: the second role's advantages carry the ratio of the first role's updated response."""
     learner = make_learner(folder, kl_beta=0.0)
     lengths = [(5, 3), (9, 2), (4, 4), (8, 5)]
@@ -218,7 +220,7 @@ def test_roles_one_after_the_other_are_weighted_by_the_earlier_ones(folder: Path
         return accumulate(batch, rows, old)
 
     between: list[Any] = []
-    learner.accumulate = watched
+    monkeypatch.setattr(learner, "accumulate", watched)
     update(learner, chained)
     ratios = [float(np.exp((now - old).sum())) for now, old in zip(between[0], fresh, strict=True)]
     assert seen[0] == pytest.approx(np.asarray(chained.advantages))

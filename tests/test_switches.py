@@ -53,6 +53,7 @@ def test_matrix(make: Make, strategy: str, aggregation: str, env: str, toy_quest
         {"reference_refresh": 1},
         {"rollout_is_cap": 2.0, "num_epochs": 2, "minibatch_questions": 1},
         {"kl_beta": 0.0},
+        {"sequential_updates": True, "minibatch_questions": 2, "num_epochs": 2},
     ],
     ids=",".join,
 )

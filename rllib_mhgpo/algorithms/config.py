@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 import numpy as np
 from pettingzoo import AECEnv
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
@@ -31,6 +31,8 @@ USED_RLLIB_KEYS = {
 Tokens = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+FINITE = ConfigDict(allow_inf_nan=False)
 
 RLLIB_TYPES: dict[str, Any] = {
     "env_config": dict[str, Any],
@@ -226,15 +228,15 @@ class LLMConfig(AlgorithmConfig):
         register()
         for key, annotation in {**RLLIB_TYPES, **annotations(type(self))}.items():
             try:
-                setattr(self, key, TypeAdapter(annotation).validate_python(getattr(self, key)))
+                setattr(self, key, TypeAdapter(annotation, config=FINITE).validate_python(getattr(self, key)))
             except ValidationError as error:
                 found = getattr(self, key)
                 nearest = max(
                     error.errors(), key=lambda fault: len(fault["loc"])
                 )  # of a union, the branch that was meant
                 raise ConfigError(f"config: {key}: {nearest['msg']}; found {found!r}.") from None
-        check_environment(self.env)
-        if not isinstance(self.lr, list) and not (isinstance(self.lr, int | float) and self.lr >= 0):
+        check_environment(self.env, self.env_config)
+        if not isinstance(self.lr, list) and not (isinstance(self.lr, int | float) and 0 <= self.lr < float("inf")):
             raise ConfigError(f"config: lr: expected a number of at least 0 or a schedule, found {self.lr!r}.")
         if self.num_learners:
             raise ConfigError(f"config: num_learners: expected 0 (a local learner), found {self.num_learners}.")

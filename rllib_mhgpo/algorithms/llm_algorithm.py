@@ -62,9 +62,13 @@ class LLMAlgorithm(Algorithm):
     def check_agents(self) -> None:
         """Refuses keys that do not fit the environment's agents."""
         limits = self.config.max_response_tokens
-        missing = [] if isinstance(limits, int) else [agent for agent in self.agents if agent not in limits]
+        named = self.agents if isinstance(limits, int) else list(limits)
+        missing = [agent for agent in self.agents if agent not in named]
         if missing:
             raise ConfigError(f"config: max_response_tokens: no number for {missing}; agents: {self.agents}.")
+        strangers = [agent for agent in named if agent not in self.agents]
+        if strangers:
+            raise ConfigError(f"config: max_response_tokens: no agents {strangers}; agents: {self.agents}.")
         config, count = self.config, len(self.agents)
         for name, values in (("fork_probs", config.fork_probs), ("fork_counts", config.fork_counts)):
             used = config.rollout_strategy == {"fork_probs": "rr"}.get(name, name)
@@ -129,6 +133,7 @@ class LLMAlgorithm(Algorithm):
             longest = max(part.seconds.get(phase, 0.0) for part in parts)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + longest
         trees = {tree.root: tree for part in parts for tree in part.trees}
+        self._tokens_generated += sum(g.num_tokens for tree in trees.values() for g in tree.generations)
         return [trees[root] for root in roots]
 
     # --- RLlib's life of an algorithm ----------------------------------------------------------------------------
@@ -147,13 +152,14 @@ class LLMAlgorithm(Algorithm):
         self._dev_start: dict[str, float] = {}
         self._updates = 0
         self._seconds: dict[str, float] = {}
+        self._tokens_generated = 0
         self._iteration_results: dict[str, Any] = {}
 
     def training_step(self) -> None:
         """Deals roots, samples trees, gives credit, updates, syncs; see docs/algorithm.md."""
         if not self._dev_start and self.num_dev_roots and self.config.evaluation_interval:
             self._dev_start = self.evaluate()
-        self._seconds = {}
+        self._seconds, self._tokens_generated = {}, 0
         started = time.perf_counter()
         with self._clock("sample"):
             trees = self.sample_trees()
@@ -173,7 +179,12 @@ class LLMAlgorithm(Algorithm):
         self._updates = self.iteration + 1
         seconds = {**self._seconds, "total": time.perf_counter() - started}
         columns = results.summarise(
-            trees, results.Iteration(flat, credit, batch, **update.pop("rows")), update, self.agents, seconds
+            trees,
+            results.Iteration(flat, credit, batch, **update.pop("rows")),
+            update,
+            self.agents,
+            seconds,
+            self._tokens_generated,
         )
         self._iteration_results = merged(columns, self.more_columns(flat, credit, update))
 

@@ -49,9 +49,12 @@ def import_named(key: str, name: str, table: Mapping[str, Any]) -> Any:
             + did_you_mean(name, table)
         )
     try:
-        return load(name)
+        found = load(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"config: {key}: {name!r} cannot be imported: {error}.") from error
+    if not callable(found):
+        raise ConfigError(f"config: {key}: expected a class or a function, found {name!r}, a {type(found).__name__}.")
+    return found
 
 
 def create_environment(path: str, config: Mapping[str, Any]) -> Any:
@@ -78,12 +81,18 @@ def make_environment(env: Any, offered: Mapping[str, Any], config: Mapping[str, 
     return _global_registry.get(ENV_CREATOR, env)({**offered, **config})
 
 
-def check_environment(env: Any) -> None:
-    """Refuses what :func:`make_environment` could not find."""
-    if isinstance(env, type) or env in ENVIRONMENTS:
-        return
-    if isinstance(env, str) and ":" in env:
-        import_environment(env)
+def check_environment(env: Any, config: Mapping[str, Any]) -> None:
+    """Refuses what :func:`make_environment` could not find, and keys that it would not take, without building it.
+
+    A class may have a ``check`` of its own, called with the configuration, for what it can know beforehand.
+    """
+    found = env if isinstance(env, type) else None
+    if isinstance(env, str) and (env in ENVIRONMENTS or ":" in env):
+        found = import_environment(ENVIRONMENTS.get(env, env))
+    if found is not None:
+        refuse_unknown_keys(found, config)
+        if hasattr(found, "check"):
+            found.check(config)
         return
     from ray.tune.registry import ENV_CREATOR, _global_registry
 
@@ -97,15 +106,25 @@ def check_environment(env: Any) -> None:
 def import_environment(path: str) -> type:
     """Imports the class that ``module:Class`` names."""
     try:
-        return load(path)  # type: ignore[no-any-return]
+        found = load(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"env: {path!r} cannot be imported: {error}. Give module:Class on the Python path."
         ) from error
+    if not isinstance(found, type):
+        raise ConfigError(f"env: expected a class, found {path!r}, a {type(found).__name__}.")
+    return found
 
 
 def build(cls: type, offered: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
     """Calls a class with what it takes of ``offered`` and all of ``config``."""
+    refuse_unknown_keys(cls, config)
+    parameters, takes_all = keywords(cls)
+    return cls(**{key: value for key, value in offered.items() if key in parameters or takes_all} | dict(config))
+
+
+def refuse_unknown_keys(cls: type, config: Mapping[str, Any]) -> None:
+    """Raises a ConfigError for the first key that the class does not take; the nearest one is named."""
     parameters, takes_all = keywords(cls)
     for key in config:
         if key not in parameters and not takes_all:
@@ -113,7 +132,6 @@ def build(cls: type, offered: Mapping[str, Any], config: Mapping[str, Any]) -> A
                 f"env_config: {cls.__name__} takes no {key!r}; it takes {', '.join(parameters)}."
                 + did_you_mean(key, parameters)
             )
-    return cls(**{key: value for key, value in offered.items() if key in parameters or takes_all} | dict(config))
 
 
 def keywords(cls: type) -> tuple[list[str], bool]:

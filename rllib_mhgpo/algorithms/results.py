@@ -48,8 +48,13 @@ def summarise(
     update: Mapping[str, Any],
     agents: Sequence[str],
     seconds: Mapping[str, float],
+    generated: int,
 ) -> dict[str, Any]:
-    """Returns the nested columns of docs/metrics.md, without dev scores."""
+    """Returns the nested columns of docs/metrics.md, without dev scores.
+
+    Args:
+        generated: tokens that the policy said, those of replaced questions included.
+    """
     flat, norms = iteration.flat, update["grad_norms"]
     lengths = response_lengths(flat)
     similar = similarity(flat, iteration.credit["group"])
@@ -64,9 +69,9 @@ def summarise(
         "grad_norm": float(np.mean(norms)) if norms else NAN,
         "skipped_steps": update["skipped_steps"],
         "num_voided": sum(len(tree.void) for tree in trees),
-        "num_tokens_generated": int(lengths.sum()),
+        "num_tokens_generated": generated,
         "num_tokens_trained": int(lengths[iteration.updated].sum()),
-        "tokens_per_s": float(lengths.sum() / seconds["total"]),
+        "tokens_per_s": generated / seconds["total"],
         "generations_per_s": len(lengths) / seconds["total"],
         "peak_memory_gb": peak_memory() / 1e9,
         "time": {f"{phase}_s": float(seconds.get(phase, 0.0)) for phase in PHASES},

@@ -69,7 +69,10 @@ def evaluate(
         raise DataError("--questions: expected a question file or minipedia:SPLIT, found nothing.")
     env_config: dict[str, Any] = {} if questions is None else {"questions": questions, "dev_questions": None}
     for assignment in set_ or []:
-        change({"config": env_config}, assignment)
+        place: dict[str, Any] = {"config": env_config}
+        change(place, assignment)
+        if set(place) != {"config"}:
+            raise ConfigError(f"--set {assignment}: expected a key of env_config, such as corpus=FILE.")
     from rllib_mhgpo.cli.launch import prepare
 
     prepare(verbose)

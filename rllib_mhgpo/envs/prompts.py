@@ -199,6 +199,8 @@ def load_prompts(spec: str | Mapping[str, Any], kinds: Mapping[str, str]) -> dic
     Raises:
         ConfigError: an unknown set, agent or field; the nearest right name is in the message.
     """
+    if not isinstance(spec, str | Mapping):
+        raise ConfigError(f"env_config.prompts: expected a set's name or changes of one, found {spec!r}.")
     changes = {} if isinstance(spec, str) else dict(spec)
     name = spec if isinstance(spec, str) else changes.pop("base", "hotpot")
     chosen_set = prompt_set(name)
@@ -225,6 +227,8 @@ def prompt_set(name: str) -> Mapping[str, Role]:
 def change_role(agent: str, role: Role, change: Mapping[str, Any]) -> Role:
     """Returns the role with some fields replaced."""
     known = {field.name for field in fields(Role)}
+    if not isinstance(change, Mapping):
+        raise ConfigError(f"env_config.prompts.{agent}: expected fields and values, found {change!r}.")
     for key in change:
         if key not in known:
             raise ConfigError(

@@ -8,10 +8,11 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, ClassVar, Self
 
 from rllib_mhgpo.data import Corpus, Passage, Questions, load_corpus, load_questions
-from rllib_mhgpo.envs.minipedia import is_minipedia, minipedia, minipedia_corpus
+from rllib_mhgpo.envs.minipedia import is_minipedia, minipedia, minipedia_corpus, parse_spec
 from rllib_mhgpo.envs.prompts import AGENTS, load_prompts
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
 from rllib_mhgpo.errors import ConfigError, RolloutError, did_you_mean
@@ -80,6 +81,29 @@ class SearchEnv(TokenEnv):
         self.retriever = retriever
         super().__init__(list(self.kinds), tokenizer, max_prompt_tokens, max_response_tokens)
         self.timings["retrieve_s"] = 0.0
+
+    @classmethod
+    def check(cls, config: Mapping[str, Any]) -> None:
+        """Refuses values of the arguments that cannot be right, before anything is loaded.
+
+        Raises:
+            ConfigError: a value of the wrong kind, an unknown name.
+        """
+        sources: dict[str, tuple[type, ...]] = {
+            "questions": (str, Questions),
+            "dev_questions": (str, Questions, NoneType),
+            "corpus": (str, Corpus, NoneType),
+        }
+        for key, kinds in sources.items():
+            _check_source(key, config.get(key, "minipedia:train"), kinds)
+        retriever = config.get("retriever", "tfidf")
+        if not isinstance(retriever, str | Mapping | Retriever):
+            raise ConfigError(
+                f"env_config.retriever: expected a name, a folder or keys and values, found {retriever!r}."
+            )
+        load_prompts(config.get("prompts", "minipedia"), cls.kinds)
+        load_reward(config.get("reward", "f1"))
+        load_penalties(config.get("penalties", True), cls.kinds)
 
     def num_roots(self, split: str = "train") -> int:
         """Returns the number of questions; 0 where there is no such split."""
@@ -236,9 +260,16 @@ def load_penalties(penalties: bool | Mapping[str, float], kinds: Mapping[str, st
     for agent, value in penalties.items():
         if agent not in kinds:
             raise ConfigError(f"penalties: no role {agent!r}; roles: {', '.join(kinds)}." + did_you_mean(agent, kinds))
-        if not isinstance(value, int | float) or not value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not -math.inf < value <= 0:
             raise ConfigError(f"penalties.{agent}: expected a number of at most 0, found {value!r}.")
     return {**defaults, **penalties}
+
+
+def _check_source(key: str, value: Any, kinds: tuple[type, ...]) -> None:
+    if not isinstance(value, kinds):
+        raise ConfigError(f"env_config.{key}: expected minipedia:SPLIT or a file, found {value!r}.")
+    if isinstance(value, str) and is_minipedia(value):
+        parse_spec(value)
 
 
 def _load_questions(spec: str | Questions, require_context: bool) -> Questions:
