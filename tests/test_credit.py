@@ -259,3 +259,27 @@ def test_sums_along_trajectories_on_an_uneven_tree() -> None:
     """A root, two branches, one of which forks again: 0 -> 1 -> (3, 4), 0 -> 2."""
     values, previous = np.array([1.0, 2.0, 4.0, 8.0, 16.0]), np.array([-1, 0, 0, 1, 1])
     assert along_trajectories(values, previous).tolist() == [(2 + 12 + 4) / 2, 1 + 12, 1, 3, 3]
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Random acyclic graphs: any earlier generations are parents; rewards anywhere."""
+    count = draw(st.integers(1, 12))
+    parents = [draw(st.sets(st.integers(0, child - 1), max_size=3)) if child else set() for child in range(count)]
+    edges = [(parent, child) for child, found in enumerate(parents) for parent in sorted(found)]
+    rewards = draw(st.lists(st.integers(-3, 3), min_size=count, max_size=count))
+    return np.array(edges, dtype=np.int64).reshape(-1, 2), np.array(rewards, dtype=float)
+
+
+@given(graphs(), st.sampled_from(["mean", "max", "min"]))
+def test_propagation_over_any_graph_is_its_definition(graph: tuple[np.ndarray, np.ndarray], aggregation: str) -> None:
+    edges, rewards = graph
+    aggregate = {"mean": np.mean, "max": np.max, "min": np.min}[aggregation]
+
+    def stands_for(generation: int) -> float:
+        below = [stands_for(child) for parent, child in edges.tolist() if parent == generation]
+        return float(rewards[generation] + (aggregate(below) if below else 0.0))
+
+    found = propagate(edges, rewards[:, None], aggregation)[:, 0]
+    assert found == pytest.approx([stands_for(generation) for generation in range(len(rewards))])
+    assert np.isfinite(found).all()

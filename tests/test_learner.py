@@ -226,3 +226,40 @@ def test_roles_one_after_the_other_are_weighted_by_the_earlier_ones(
     assert seen[0] == pytest.approx(np.asarray(chained.advantages))
     assert seen[1][[1, 3]] == pytest.approx(np.asarray(chained.advantages)[[1, 3]] * np.array(ratios)[[0, 2]], rel=1e-4)
     assert max(abs(np.array(ratios)[[0, 2]] - 1)) > 1e-2
+
+
+def numpy_loss(learner: PolicyLearner, batch: TrainBatch) -> float:
+    """The negated objective in float64 NumPy, from logits alone, row by row."""
+    config, total = learner.config, 0.0
+    for i in range(len(batch)):
+        prompt, response = batch.prompts[i].astype(np.int64), batch.responses[i].astype(np.int64)
+        row = torch.from_numpy(np.concatenate([prompt, response]))[None]
+        logps = []
+        for model in (learner.module["default_policy"].llm, learner.reference):
+            with torch.no_grad():
+                logits = model(row).logits[0, len(prompt) - 1 : -1].double().numpy()
+            shifted = logits - logits.max(1, keepdims=True)
+            logps.append((shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))[np.arange(len(response)), response])
+        logp, ref = logps
+        ratio, advantage = np.exp(logp - batch.logprobs[i].astype(np.float64)), float(np.asarray(batch.advantages)[i])
+        gain = np.minimum(ratio * advantage, np.clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantage)
+        kl = np.exp(ref - logp) - (ref - logp) - 1
+        total -= float(batch.weights[i]) * float((gain - config.kl_beta * kl).sum())
+    return total
+
+
+def test_the_loss_is_that_of_an_independent_float64_version(folder: Path) -> None:
+    learner = make_learner(folder, clip_high=0.28)
+    with torch.no_grad():
+        for parameter in learner.module["default_policy"].llm.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    batch = make_batch(logprobs=learner.logprobs(make_batch()))
+    with torch.no_grad():
+        for parameter in learner.module["default_policy"].llm.parameters():
+            parameter += 0.01 * torch.randn_like(parameter)
+    micro = learner.forward(batch, np.arange(len(batch)), batch.logprobs)
+    loss, _ = learner.compute_loss_for_module(
+        module_id="default_policy", config=learner.config, batch=micro, fwd_out={}
+    )
+    assert abs(numpy_loss(learner, batch)) > 1e-3
+    assert float(loss.detach()) == pytest.approx(numpy_loss(learner, batch), rel=1e-4, abs=1e-6)

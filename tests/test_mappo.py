@@ -189,7 +189,7 @@ def test_one_agent_is_token_level_ppo(mappo: Make) -> None:
         logp.append(torch.log_softmax(policy(tokens).logits[0, at], -1).gather(1, chosen)[:, 0])
         values.append(model(tokens).logits[0, at, 0].detach().double().numpy())
         old.append(torch.from_numpy(generation.logprobs))
-        rewards.append(generation.shared["team"])
+        rewards.append(generation.shared.get("team", 0.0))
     advantage = np.concatenate([reward - value for reward, value in zip(rewards, values, strict=True)])
     white = torch.from_numpy((advantage - advantage.mean()) / advantage.std()).float()
     ratio = (torch.cat(logp) - torch.cat(old)).exp()

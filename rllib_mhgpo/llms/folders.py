@@ -101,8 +101,11 @@ def load_critic(name: str) -> "PreTrainedModel":
         check_folder(Path(place))
     import torch
     from transformers import AutoModelForTokenClassification
+    from transformers.utils import logging
 
     loaded: Any
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # a head that is not in the files is no news
     try:
         loaded = AutoModelForTokenClassification.from_pretrained(
             place,
@@ -115,6 +118,8 @@ def load_critic(name: str) -> "PreTrainedModel":
         )
     except Exception as error:
         raise unloadable("critic", name, place, error) from error
+    finally:
+        logging.set_verbosity(verbosity)
     model: PreTrainedModel = loaded[0]
     head = [key for key in loaded[1]["missing_keys"] if key.split(".")[0] in ("score", "classifier")]
     with torch.no_grad():
