@@ -235,7 +235,8 @@ def numpy_loss(learner: PolicyLearner, batch: TrainBatch) -> float:
         prompt, response = batch.prompts[i].astype(np.int64), batch.responses[i].astype(np.int64)
         row = torch.from_numpy(np.concatenate([prompt, response]))[None]
         logps = []
-        for model in (learner.module["default_policy"].llm, learner.reference):
+        models: list[Any] = [learner.module["default_policy"].llm, learner.reference]
+        for model in models:
             with torch.no_grad():
                 logits = model(row).logits[0, len(prompt) - 1 : -1].double().numpy()
             shifted = logits - logits.max(1, keepdims=True)
