@@ -39,7 +39,7 @@ class Recipe:
         seed: of everything.
         steps: optimiser steps.
         episodes: lessons made before the first step, each shown under many namings.
-        hard: share of them at level ``hard``.
+        harder: share of them at level ``harder``.
         batch: rows of each role in a step, twice as many of the answerer's; a row has four responses, in the single
             context one episode.
         lr: peak learning rate; it rises for ``warmup`` steps, then falls to a tenth along a cosine.
@@ -49,7 +49,7 @@ class Recipe:
     seed: int = 0
     steps: int = 1800
     episodes: int = 4000
-    hard: float = 0.3
+    harder: float = 0.3
     batch: int = 12
     lr: float = 2e-3
     warmup: int = 50
@@ -60,10 +60,10 @@ class Recipe:
 def make_lessons(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, is_short: bool) -> dict[str, list[Lesson]]:
     """Plays ``episodes`` train questions and encodes them, by role."""
     draw = Random(recipe.seed)
-    teachers = [(Teacher.of(level), questions("train", level=level)) for level in ("standard", "hard")]
+    teachers = [(Teacher.of(level), questions("train", level=level)) for level in ("standard", "harder")]
     lessons: dict[str, list[Lesson]] = {role: [] for role in (*AGENTS, "searcher")}
     for number in range(recipe.episodes):
-        teacher, asked = teachers[draw.random() < recipe.hard]
+        teacher, asked = teachers[draw.random() < recipe.harder]
         question = asked[number % len(asked)]
         limit = recipe.short_pages if is_short else LEVELS[teacher.level].top_k
         for agent, (prompt, responses) in teacher.play(draw, question, limit).items():

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rllib_mhgpo.data import Corpus, Passage, Question
 from rllib_mhgpo.envs.minipedia import corpus
 from rllib_mhgpo.envs.minipedia.forms import ROLES
-from rllib_mhgpo.envs.minipedia.perfect import NAMED, asks_teacher, bare, chain, rewrite, works_asked
+from rllib_mhgpo.envs.minipedia.perfect import NAMED, asks_teacher, bare, chain, people_asked, works_asked
 from rllib_mhgpo.envs.minipedia.records import SPOKEN
 from rllib_mhgpo.envs.minipedia.tokenizer import CLASSES, NUMBERS
 from rllib_mhgpo.envs.minipedia.words import KINDS
@@ -85,7 +85,7 @@ def understood(draw: Random, question: str, habits: Habits) -> list[str]:
 def sloppy_queries(draw: Random, question: str, habits: Habits) -> str:
     """Writes queries as the rewriter's habits have it."""
     works, said = understood(draw, question, habits), own_words(question)
-    title, right = bare(works[0]), [works[0], *rewrite(question).split("\n")[1:]]
+    title, right = bare(works[0]), [works[0], *people_asked(question)]
     if len(works) > 1:
         forms = {"right": works, "first only": works[:1], "own words": said, "own words once": said[:1]}
         return "\n".join(forms[habits.draw(draw, "comparison_queries")])

@@ -53,9 +53,15 @@ def rewrite(question: str, queries: Sequence[str] = (), passages: Sequence[Passa
     works = works_asked(question)
     if len(works) > 1:
         return "\n".join(works)
-    title = bare(works[0])
-    people = [f"{title} once taught", f"{title} pupil"] if asks_teacher(question) else [f"{title} known for"]
+    # where makers have teachers their pages say "once taught"; elsewhere no page has these words
+    people = people_asked(question) if asks_teacher(question) else [f"{bare(works[0])} known for once taught"]
     return "\n".join([works[0], *people])
+
+
+def people_asked(question: str) -> list[str]:
+    """Queries for the pages of makers and teachers, by the title they are known for."""
+    title = bare(works_asked(question)[0])
+    return [f"{title} once taught", f"{title} pupil"] if asks_teacher(question) else [f"{title} known for"]
 
 
 def rerank(question: str, queries: Sequence[str], passages: Sequence[Passage]) -> str:

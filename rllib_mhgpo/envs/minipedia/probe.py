@@ -132,7 +132,7 @@ def report(
         figures[f"sampled, illegal {agent}"] = illegal(rollouts, agent)
     groups = [rollouts[i : i + group] for i in range(0, len(rollouts), group)]
     figures["groups without spread"] = fmean(len({e.scores["f1"] for e in members}) == 1 for members in groups)
-    for name in ("single context", "hard"):
+    for name in ("single context", "harder"):
         alone = play_all(envs[name], "dev", count, greedy)
         drawn = play_all(envs[name], "dev", count, sampled)
         figures |= {f"{name}, greedy": mean(alone), f"{name}, sampled": mean(drawn)}

@@ -27,7 +27,7 @@ def build_records(split: str, facts_seed: int = 0, level: Level = STANDARD) -> l
     """Returns the split's questions in HotpotQA's layout, in an order that does not depend on the facts."""
     world = build_world(facts_seed, level)
     works, draw = world.works[split], Random(f"questions {split}")
-    records = [record for work in works for record in bridge_records(draw, work, level)]
+    records = [record for i, work in enumerate(works) for record in bridge_records(draw, work, level, i)]
     even = [work for i, work in enumerate(works) if i % 2 == 0]
     odd = [work for i, work in enumerate(works) if i % 2]
     draw.shuffle(odd)
@@ -47,19 +47,16 @@ def spoken(draw: Random, work: Work, level: Level) -> str:
     return f"{draw.choice(work.kind.synonyms if usual else work.kind.rare)} {work.title}"
 
 
-def bridge_records(draw: Random, work: Work, level: Level) -> list[Record]:
-    """Asks for town and birth year of a work's maker, or of the maker's teacher."""
-    asked = work.people[level.hops - 2]
-    pages = [work.page, *(person.page for person in work.people[: level.hops - 1])]
-    return [
-        record(
-            "bridge",
-            draw.choice(forms).format(who=WHO[level.hops].format(work=spoken(draw, work, level))),
-            answer,
-            pages,
-        )
-        for forms, answer in ((TOWN, asked.town), (YEAR, str(asked.born)))
-    ]
+def bridge_records(draw: Random, work: Work, level: Level, turn: int) -> list[Record]:
+    """Asks for town and birth year of a work's maker, or of the maker's teacher; ``turn`` says which comes first."""
+    records = []
+    for number, forms in enumerate((TOWN, YEAR)):
+        hops = level.hops[(turn + number) % len(level.hops)]
+        asked = work.people[hops - 2]
+        pages = [work.page, *(person.page for person in work.people[: hops - 1])]
+        question = draw.choice(forms).format(who=WHO[hops].format(work=spoken(draw, work, level)))
+        records.append(record("bridge", question, asked.town if forms is TOWN else str(asked.born), pages))
+    return records
 
 
 def comparison_records(draw: Random, pair: Sequence[Work], level: Level) -> list[Record]:

@@ -27,7 +27,7 @@ class Level:
         train: titles whose questions are for training, at most 100; each title names one work of every kind.
         dev: titles of the development questions.
         test: titles of the held-out questions.
-        hops: pages that a bridge question needs: 2 asks about a work's maker, 3 about the maker's teacher.
+        hops: pages that bridge questions need, in turn: 2 asks about a work's maker, 3 about the maker's teacher.
         rare_words: half of the questions call a kind of work by a rarer word.
         admirers: people a title has besides its makers, whose pages mention it too.
         clubs: pages for each question word (movie, novel, ...) that attract queries made of the question's own words.
@@ -37,7 +37,7 @@ class Level:
     train: int = 100
     dev: int = 50
     test: int = 50
-    hops: int = 2
+    hops: tuple[int, ...] = (2,)
     rare_words: bool = False
     admirers: int = 5
     clubs: int = 4
@@ -52,7 +52,11 @@ class Level:
 HELD_OUT = 100
 """Titles from this one on are never trained on, at any level."""
 STANDARD = Level()
-LEVELS = {"standard": STANDARD, "hard": Level(train=80, hops=3, rare_words=True, top_k=12)}
+LEVELS = {
+    "standard": STANDARD,
+    "hard": Level(train=80, hops=(2, 3), rare_words=True, top_k=12),
+    "harder": Level(train=80, hops=(3,), rare_words=True, top_k=12),
+}
 MADE = ("{They} is known for", "In {town} {they} is known for", "In {town} {they} is well known for")
 TAUGHT = ("A pupil of {theirs} is known for", "In {town} a pupil of {theirs} is known for")
 ADMIRES = ("{They} talks of", "{They} likes any {synonym} more than", "In {town} {they} talks of")
@@ -178,7 +182,7 @@ def draw_person(
 
 def draw_maker(facts: Random, people: Iterator[tuple[str, str]], title: str, level: Level) -> Person:
     """Draws the maker of a title, at three hops with a teacher."""
-    teacher = draw_person(facts, people, title, TAUGHT, level) if level.hops > 2 else None
+    teacher = draw_person(facts, people, title, TAUGHT, level) if max(level.hops) > 2 else None
     return draw_person(facts, people, title, MADE, level, teacher)
 
 
