@@ -31,6 +31,7 @@ class Level:
         rare_words: half of the questions call a kind of work by a rarer word.
         admirers: people a title has besides its makers, whose pages mention it too.
         clubs: pages for each question word (movie, novel, ...) that attract queries made of the question's own words.
+        taught: how a teacher's page mentions the title; with "known for" it is a look-alike of the maker's.
         top_k: passages that the search system should retrieve in all, so that every page can be found.
     """
 
@@ -41,6 +42,7 @@ class Level:
     rare_words: bool = False
     admirers: int = 5
     clubs: int = 4
+    taught: tuple[str, ...] = ("A pupil of {theirs} is known for", "In {town} a pupil of {theirs} is known for")
     top_k: int = 10
 
     @property
@@ -54,11 +56,16 @@ HELD_OUT = 100
 STANDARD = Level()
 LEVELS = {
     "standard": STANDARD,
-    "hard": Level(train=80, hops=(2, 3), rare_words=True, top_k=12),
+    "hard": Level(
+        train=80,
+        hops=(2, 3),
+        rare_words=True,
+        taught=("A pupil of {theirs} is behind", "In {town} a pupil of {theirs} is behind"),
+        top_k=12,
+    ),
     "harder": Level(train=80, hops=(3,), rare_words=True, top_k=12),
 }
 MADE = ("{They} is known for", "In {town} {they} is known for", "In {town} {they} is well known for")
-TAUGHT = ("A pupil of {theirs} is known for", "In {town} a pupil of {theirs} is known for")
 ADMIRES = ("{They} talks of", "{They} likes any {synonym} more than", "In {town} {they} talks of")
 
 
@@ -182,7 +189,7 @@ def draw_person(
 
 def draw_maker(facts: Random, people: Iterator[tuple[str, str]], title: str, level: Level) -> Person:
     """Draws the maker of a title, at three hops with a teacher."""
-    teacher = draw_person(facts, people, title, TAUGHT, level) if max(level.hops) > 2 else None
+    teacher = draw_person(facts, people, title, level.taught, level) if max(level.hops) > 2 else None
     return draw_person(facts, people, title, MADE, level, teacher)
 
 
