@@ -9,6 +9,7 @@ from pettingzoo.test import api_test, seed_test
 
 from rllib_mhgpo.algorithms.grpo import GRPO, GRPOConfig, joined
 from rllib_mhgpo.envs.minipedia.perfect import PERFECT
+from rllib_mhgpo.envs.search_o1 import SearchO1Env
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
 from rllib_mhgpo.envs.transcript import TranscriptEnv
 from rllib_mhgpo.errors import ConfigError
@@ -222,3 +223,38 @@ class TwoPrompts(TokenEnv):
 
     def next_agent(self) -> str | None:
         return "alone" if self.acts < 2 else None
+
+
+# --- a reader between search and context -------------------------------------------------------------------------
+
+
+def test_a_reader_condenses_each_document_before_it_enters_the_context() -> None:
+    prompts = {**SEARCHER, "reader": {"template": "READ {passages}", "passage": "{text}", "system": "", "examples": []}}
+    env = SearchO1Env(
+        toy_tokenizer(), questions=toy_questions(), dev_questions=None, prompts=prompts, top_k=2, max_rounds=3,
+        max_response_tokens=200,
+    )  # fmt: skip
+
+    def script(prompt: str, sample: int) -> str:
+        if prompt.startswith("READ"):
+            return f"note of {prompt[5:]}"
+        return searches_once(prompt, sample)
+
+    strategy = ForkOnFirst(Options(group_size=2, num_agents=2))
+    (tree,) = play(
+        env, ScriptedEngine(env.tokenizer, script), [2], Play(strategy, 1.0, 200, (0,), keep_records=True), {}
+    )
+    decode = env.tokenizer.decode
+    for leaf in tree.leaves():
+        acts = [tree.generations[i] for i in tree.trajectory(leaf)]
+        assert [g.agent for g in acts] == ["searcher", "reader", "reader", "searcher"]
+        read = [decode(g.prompt) for g in acts[1:3]]
+        assert sorted(read) == ["READ page2 says a2", "READ page2 says nothing"]
+        notes = "\n".join(f"note of {text[5:]}" for text in read)
+        assert decode(acts[3].prompt).endswith(f"\n<information>\n{notes}\n</information>\n")
+        assert acts[3].scores is not None
+        assert acts[3].scores["f1"] == 1
+    env.reset(seed=0, options={"index": 2})
+    env.step(env.encode_text("<search> page2 a2 </search>"))
+    assert env.agent_selection == "reader"
+    assert env.identity("reader") == "page2 says a2"
