@@ -101,7 +101,7 @@ def test_a_function_of_ones_own_plays_a_role(toy_file: Path) -> None:
         ("rewriter=idendity", "no player 'idendity'.*Did you mean 'identity'"),
         ("perfekt", "Did you mean 'perfect'"),
         ("rewriter=tests.test_roles:nothing", "cannot be imported"),
-        ("rewriter=os:sep", "is a str; expected a function"),
+        ("rewriter=os:sep", "expected a class or a function, found 'os:sep', a str"),
         ("", "no player ''"),
     ],
 )

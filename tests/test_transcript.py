@@ -14,10 +14,11 @@ from rllib_mhgpo.envs.token_env import Messages, TokenEnv
 from rllib_mhgpo.envs.transcript import TranscriptEnv
 from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.sampling import ForkOnFirst, Options
+from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.tree import RolloutTree
 from rllib_mhgpo.waves import Play, play
 from tests.rig import equal, row, weights
-from tests.toys import ScriptedEngine, toy_questions, toy_tokenizer
+from tests.toys import ScriptedEngine, share_of_vowels, toy_questions, toy_tokenizer
 
 SEARCHER = {
     "base": "hotpot",
@@ -157,14 +158,17 @@ def grpo(
 
 
 def test_grpo_trains_transcripts(grpo: Callable[..., GRPO]) -> None:
-    algorithm = grpo(env_config={})
-    before = weights(algorithm)
+    algorithm = grpo()
     result = row(algorithm)
     assert result["num_generations"] == 9  # one a transcript
     assert result["searcher"]["illegal"] == 1  # a random model knows no tags
+    growing = grpo(env="tests.test_transcript:Growing", env_config={})
+    before = weights(growing)
+    result = row(growing)
+    assert result["num_generations"] == 9
+    assert result["advantage_std"] > 0
     assert result["ratio_max"] == pytest.approx(1, abs=1e-3)
-    row(algorithm)
-    assert not equal(before, weights(algorithm)) or result["advantage_std"] == 0
+    assert not equal(before, weights(growing))
 
 
 def test_retrieved_tokens_have_no_gradient(grpo: Callable[..., GRPO]) -> None:
@@ -202,6 +206,29 @@ def test_grpo_refuses_several_agents_and_contexts_that_do_not_grow(grpo: Callabl
     algorithm = grpo(env="tests.test_transcript:TwoPrompts", env_config={})
     with pytest.raises(ConfigError, match=r"question \d+, agent 'alone'.*does not go on"):
         row(algorithm)
+
+
+class Growing(TokenEnv):
+    """One agent that says twice what earns by its vowels; its second prompt goes on from the first."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(["alone"], tokenizer)
+
+    def start(self, index: int, split: str) -> None:
+        self.said: list[str] = []
+        self.context = self.encode(f"question {index}")
+
+    def read(self, agent: str) -> Tokens:
+        return self.context
+
+    def act(self, agent: str, text: str) -> None:
+        self.said.append(text)
+        self.context = np.concatenate([self.context, self.response, self.encode_text(" and ")])
+        if len(self.said) == 2:
+            self.reward_all(share_of_vowels("".join(self.said), None))
+
+    def next_agent(self) -> str | None:
+        return "alone" if len(self.said) < 2 else None
 
 
 class TwoPrompts(TokenEnv):

@@ -5,12 +5,11 @@ as they are), ``base`` (the policy before training), a hand-written policy of mi
 folder, or ``module:function`` called with (environment, agent).
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rllib_mhgpo.algorithms.evaluation import System
-from rllib_mhgpo.algorithms.registration import load
+from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.engines import Engine, Written
 from rllib_mhgpo.envs.minipedia.perfect import POLICIES
 from rllib_mhgpo.errors import ConfigError, MHGPOError, did_you_mean
@@ -50,7 +49,7 @@ def player(system: System, who: str) -> Engine:
     if who and Path(who).expanduser().is_dir():
         return system.player(who)
     if ":" in who:
-        return Written(_imported(who), who)
+        return Written(import_named("player", who, {}), who)
     raise ConfigError(
         f"no player {who!r}: expected identity, base, {', '.join(POLICIES)}, a checkpoint or model folder, or "
         "module:function." + did_you_mean(who, ["identity", "base", *POLICIES])
@@ -59,13 +58,3 @@ def player(system: System, who: str) -> Engine:
 
 def _played(name: str, env: Any, agent: str) -> str:
     return POLICIES[name][env.kinds[agent]](*env.told(agent))
-
-
-def _imported(path: str) -> Callable[[Any, str], str]:
-    try:
-        function = load(path)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{path!r} cannot be imported: {error}.") from error
-    if not callable(function):
-        raise ConfigError(f"{path!r} is a {type(function).__name__}; expected a function of (environment, agent).")
-    return function  # type: ignore[no-any-return]

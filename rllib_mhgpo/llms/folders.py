@@ -67,26 +67,8 @@ def load_model(name: str, dtype: str = "float32") -> "PreTrainedModel":
             f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}.{did_you_mean(str(dtype), DTYPES)}"
         )
     place = resolve_llm(name)
-    if Path(place).is_dir():
-        check_folder(Path(place))
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    loaded: Any  # a pair, which the stubs do not say
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(
-            place,
-            dtype=getattr(torch, dtype),
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except Exception as error:
-        raise unloadable("model", name, place, error) from error
-    model: PreTrainedModel = loaded[0]
-    check_complete(place, type(model).__name__, loaded[1])
-    model.train(False)
+    model, report = _load("AutoModelForCausalLM", name, place, dtype)
+    check_complete(place, type(model).__name__, report)
     return model
 
 
@@ -96,39 +78,44 @@ def load_critic(name: str) -> "PreTrainedModel":
     Raises:
         ModelError: as :func:`load_model`, or an architecture for which transformers has no such head.
     """
-    place = resolve_llm(name)
+    import torch
+    from transformers.utils import logging
+
+    place, verbosity = resolve_llm(name), logging.get_verbosity()
+    logging.set_verbosity_error()  # a head that is not in the files is no news
+    try:
+        model, report = _load("AutoModelForTokenClassification", name, place, "float32", num_labels=1)
+    finally:
+        logging.set_verbosity(verbosity)
+    head = {key for key in report["missing_keys"] if key.split(".")[0] in ("score", "classifier")}
+    with torch.no_grad():
+        for key in head:
+            model.get_parameter(key).zero_()
+    check_complete(place, type(model).__name__, {**report, "missing_keys": set(report["missing_keys"]) - head})
+    return model
+
+
+def _load(auto: str, name: str, place: str, dtype: str, **settings: Any) -> tuple["PreTrainedModel", dict[str, Any]]:
+    """Loads a model by one of transformers' automatic classes, in eval mode; returns it and what it lacked."""
     if Path(place).is_dir():
         check_folder(Path(place))
     import torch
-    from transformers import AutoModelForTokenClassification
-    from transformers.utils import logging
+    import transformers
 
-    loaded: Any
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # a head that is not in the files is no news
     try:
-        loaded = AutoModelForTokenClassification.from_pretrained(
+        model, report = getattr(transformers, auto).from_pretrained(
             place,
-            num_labels=1,
-            dtype=torch.float32,
+            dtype=getattr(torch, dtype),
             use_safetensors=True,
             trust_remote_code=False,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            **settings,
         )
     except Exception as error:
-        raise unloadable("critic", name, place, error) from error
-    finally:
-        logging.set_verbosity(verbosity)
-    model: PreTrainedModel = loaded[0]
-    head = [key for key in loaded[1]["missing_keys"] if key.split(".")[0] in ("score", "classifier")]
-    with torch.no_grad():
-        for key in head:
-            model.get_parameter(key).zero_()
-    report = {**loaded[1], "missing_keys": set(loaded[1]["missing_keys"]) - set(head)}
-    check_complete(place, type(model).__name__, report)
+        raise unloadable("model", name, place, error) from error
     model.train(False)
-    return model
+    return model, report
 
 
 def architecture(name: str) -> dict[str, Any]:
