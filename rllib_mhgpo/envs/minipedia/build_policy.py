@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.optim import AdamW, Optimizer
+from torch.optim.swa_utils import AveragedModel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_mhgpo.envs.minipedia import questions
@@ -44,6 +46,7 @@ class Recipe:
             context one episode.
         lr: peak learning rate; it rises for ``warmup`` steps, then falls to a tenth along a cosine.
         short: steps during which only ``short_pages`` pages are shown.
+        settling: further steps at a tenth of ``lr``, whose weights are averaged.
     """
 
     seed: int = 0
@@ -55,6 +58,7 @@ class Recipe:
     warmup: int = 50
     short: int = 400
     short_pages: int = 4
+    settling: int = 200
 
 
 def make_lessons(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, is_short: bool) -> dict[str, list[Lesson]]:
@@ -126,28 +130,54 @@ def learning_rate(step: int, recipe: Recipe) -> float:
     return recipe.lr * min(1.0, (step + 1) / recipe.warmup) * (0.55 + 0.45 * float(np.cos(np.pi * min(1.0, done))))
 
 
-def train(out: Path, recipe: Recipe, every: int = 400) -> None:
+def learn(model: LlamaForCausalLM, optimiser: Optimizer, roles: Sequence[Sequence[Lesson]], pad: int) -> list[float]:
+    """Makes one step on a batch of each role and returns the losses."""
+    losses = [response_loss(model, lessons, pad) for lessons in roles]
+    optimiser.zero_grad()
+    torch.autograd.backward(losses)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimiser.step()
+    return [round(loss.item(), 3) for loss in losses]
+
+
+def train(model: LlamaForCausalLM, out: Path, recipe: Recipe, every: int = 400) -> None:
     """Trains and saves; every ``every`` steps the policy is measured, saved and a line goes to ``build.jsonl``."""
     tokenizer = build_tokenizer(SLOPPY.answers)
-    model = start_model(len(tokenizer), tokenizer.pad_token_id, tokenizer.eos_token_id, recipe.seed)
     renaming, envs = Renaming(tokenizer), environments(tokenizer)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    optimiser = AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.98), weight_decay=0.01)
     streams = [batches(make_lessons(tokenizer, recipe, is_short), renaming, recipe) for is_short in (True, False)]
     begun = time.monotonic()
     for step in range(recipe.steps):
         for group in optimiser.param_groups:
             group["lr"] = learning_rate(step, recipe)
-        losses = [response_loss(model, role, tokenizer.pad_token_id) for role in next(streams[step >= recipe.short])]
-        optimiser.zero_grad()
-        torch.autograd.backward(losses)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        losses = learn(model, optimiser, next(streams[step >= recipe.short]), tokenizer.pad_token_id)
         seconds = round(time.monotonic() - begun)
         if step % 50 == 0:
-            log.info("step %d %ds losses %s", step, seconds, [round(x.item(), 3) for x in losses])
+            log.info("step %d %ds losses %s", step, seconds, losses)
         if (step + 1) % every == 0 or step + 1 == recipe.steps:
             save(out, model, tokenizer)
             measure(out, model, tokenizer, envs, {"step": step + 1, "seconds": seconds})
+
+
+def settle(model: LlamaForCausalLM, out: Path, recipe: Recipe) -> None:
+    """Trains ``settling`` steps more on other lessons and saves the mean of the weights after each.
+
+    Single weights lean now to one habit, now to another; their mean holds the habits as often as the lessons do.
+    """
+    tokenizer = build_tokenizer(SLOPPY.answers)
+    other = replace(recipe, seed=recipe.seed + 1000)
+    stream = batches(make_lessons(tokenizer, other, is_short=False), Renaming(tokenizer), other)
+    optimiser = AdamW(model.parameters(), lr=recipe.lr / 10, betas=(0.9, 0.98), weight_decay=0.01)
+    averaged = AveragedModel(model)
+    begun = time.monotonic()
+    for step in range(recipe.settling):
+        losses = learn(model, optimiser, next(stream), tokenizer.pad_token_id)
+        averaged.update_parameters(model)
+        if step % 50 == 0:
+            log.info("settling %d losses %s", step, losses)
+    line = {"step": recipe.steps + recipe.settling, "seconds": round(time.monotonic() - begun), "averaged": True}
+    save(out, averaged.module, tokenizer)
+    measure(out, averaged.module, tokenizer, environments(tokenizer), line)
 
 
 def measure(
@@ -186,7 +216,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)  # sums in another order are other sums: one thread makes the build repeatable to the bit
     torch.manual_seed(options.seed)
-    train(options.out, Recipe(seed=options.seed))
+    recipe, words = Recipe(seed=options.seed), build_tokenizer(SLOPPY.answers)
+    model = start_model(len(words), words.pad_token_id, words.eos_token_id, recipe.seed)
+    train(model, options.out, recipe)
+    settle(model, options.out, recipe)
 
 
 if __name__ == "__main__":
