@@ -121,6 +121,12 @@ class LLMConfig(AlgorithmConfig):
         bool, Field(description="one optimiser step a role, in random order, weighted by earlier roles' ratios (HAPPO)")
     ] = False
     train_agents: Annotated[list[str] | None, Field(description="roles to train, all when null")] = None
+    record_share: Annotated[
+        float, Field(ge=0, le=1, description="share of the root inputs whose trees are kept as records; 0: none")
+    ] = 0.25
+    record_mb: Annotated[
+        float, Field(gt=0, description="most megabytes of a run's records; older iterations are thinned out")
+    ] = 200.0
 
     def __init__(self, algo_class: Any = None) -> None:
         super().__init__(algo_class=algo_class)

@@ -5,7 +5,7 @@ A subclass says how rewards become advantages; nothing else differs.
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LI
 from rllib_mhgpo.algorithms import results
 from rllib_mhgpo.algorithms.checkpoints import whole_or_absent
 from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.algorithms.recording import Recorder
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.credit import AGGREGATIONS, propagate, token_weights
 from rllib_mhgpo.errors import ConfigError, MHGPOError
@@ -128,7 +129,8 @@ class LLMAlgorithm(Algorithm):
 
     def roll_out(self, roots: Sequence[int]) -> list[RolloutTree]:
         """Plays training roots by this iteration's strategy on all runners; returns their trees, in order."""
-        parts = self._roll_out(roots, self._play(self.strategy(), self.config.temperature, "train"))
+        how = self._play(self.strategy(), self.config.temperature, "train", self.recorder.choose(roots))
+        parts = self._roll_out(roots, how)
         for phase in ("generate", "step", "retrieve"):
             longest = max(part.seconds.get(phase, 0.0) for part in parts)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + longest
@@ -148,6 +150,7 @@ class LLMAlgorithm(Algorithm):
         self.agents, self.num_roots, self.num_dev_roots = facts
         self._check_roots()
         self.check_agents()
+        self.recorder = Recorder(self.config, self._storage, self.logdir)
         self._dev: dict[str, float] = {}
         self._dev_start: dict[str, float] = {}
         self._updates = 0
@@ -177,6 +180,8 @@ class LLMAlgorithm(Algorithm):
                     policies=[DEFAULT_MODULE_ID], from_worker_or_learner_group=self.learner_group
                 )
         self._updates = self.iteration + 1
+        with self._clock("record"):
+            self.recorder.write("train", self._updates, trees, flat, credit)
         seconds = {**self._seconds, "total": time.perf_counter() - started}
         columns = results.summarise(
             trees,
@@ -206,8 +211,9 @@ class LLMAlgorithm(Algorithm):
             return {}
         with self._clock("evaluate"):
             count = min(self.num_dev_roots, self.config.evaluation_questions or self.num_dev_roots)
-            how = self._play(ONE_TRAJECTORY, temperature=0.0, split="dev")
+            how = self._play(ONE_TRAJECTORY, 0.0, "dev", self.recorder.choose(range(count)))
             trees = [tree for rollouts in self._roll_out(range(count), how) for tree in rollouts.trees]
+            self._record_dev(trees)
         self._dev = {**results.mean_scores(trees, divisor=count), "iteration": self._updates, "questions": count}
         return self._dev
 
@@ -241,13 +247,20 @@ class LLMAlgorithm(Algorithm):
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _play(self, strategy: Strategy, temperature: float, split: str) -> Play:
+    def _record_dev(self, trees: Sequence[RolloutTree]) -> None:
+        flat = flatten(trees, self.agents)
+        shared = self._propagated(flat, flat.specific, np.random.default_rng(self.run_seed))
+        earned = {"reward": shared + flat.specific, "reward_shared": shared, "reward_specific": flat.specific}
+        self.recorder.write("dev", self._updates, trees, flat, earned)
+
+    def _play(self, strategy: Strategy, temperature: float, split: str, recorded: Collection[int]) -> Play:
         return Play(
             strategy=strategy,
             temperature=temperature,
             max_tokens=self.config.max_response_tokens,
             seed=(self.run_seed, self.iteration),
             split=split,
+            keep_records=recorded,
             common_noise=self.config.common_noise,
         )
 

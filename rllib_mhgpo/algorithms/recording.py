@@ -1,0 +1,41 @@
+"""Keeps what the agents said: which trees a run records, and when they are written."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyarrow import fs
+
+from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.llms import load_tokenizer
+from rllib_mhgpo.records import FOLDER, Credit, RecordFolder, sample_roots, tree_rows
+from rllib_mhgpo.tree import FlatTrees, RolloutTree
+
+
+class Recorder:
+    """Chooses roots before they are played, and writes their trees when credit has been given.
+
+    Args:
+        storage: Tune's storage of the trial, None outside Tune.
+        logdir: the folder of results outside Tune.
+    """
+
+    def __init__(self, config: LLMConfig, storage: Any, logdir: str) -> None:
+        filesystem, path = (
+            (fs.LocalFileSystem(), logdir) if storage is None else (storage.storage_filesystem, storage.trial_fs_path)
+        )
+        self.folder = RecordFolder(filesystem, f"{path}/{FOLDER}", int(config.record_mb * 1e6))
+        self.share = config.record_share
+        self.tokenizer = load_tokenizer(config.llm) if self.share else None
+        self.chosen: set[int] = set()
+
+    def choose(self, roots: Sequence[int]) -> frozenset[int]:
+        """Returns which of the roots about to be played are recorded."""
+        chosen = sample_roots(roots, self.share)
+        self.chosen |= chosen
+        return chosen
+
+    def write(self, split: str, iteration: int, trees: Sequence[RolloutTree], flat: FlatTrees, credit: Credit) -> None:
+        """Writes the trees of the roots chosen since the last time."""
+        rows = tree_rows(flat, credit, [tree.root for tree in trees], self.chosen, self.tokenizer)
+        self.folder.write(split, iteration, rows)
+        self.chosen = set()
