@@ -3,6 +3,7 @@
 A subclass says how rewards become advantages; nothing else differs.
 """
 
+import logging
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,6 +18,7 @@ from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
 
+from rllib_mhgpo.alerts import new_alerts, numbers_by_path
 from rllib_mhgpo.algorithms import results
 from rllib_mhgpo.algorithms.checkpoints import whole_or_absent
 from rllib_mhgpo.algorithms.config import LLMConfig
@@ -31,6 +33,7 @@ from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
 from rllib_mhgpo.waves import Play
 
 STATE = "llm_algorithm"
+logger = logging.getLogger(__name__)
 Credit = dict[str, NDArray[Any]]
 
 
@@ -153,6 +156,7 @@ class LLMAlgorithm(Algorithm):
         self.recorder = Recorder(self.config, self._storage, self.logdir)
         self._dev: dict[str, float] = {}
         self._dev_start: dict[str, float] = {}
+        self._history: list[dict[str, float]] = []
         self._updates = 0
         self._seconds: dict[str, float] = {}
         self._tokens_generated = 0
@@ -198,12 +202,15 @@ class LLMAlgorithm(Algorithm):
         result = super().step()
         result.pop("evaluation", None)
         self._iteration_results["time"]["evaluate_s"] = self._seconds.get("evaluate", 0.0)
-        return {
-            **result,
+        columns = {
             **self._iteration_results,
             "dev": self._dev or results.NO_DEV,
             "dev_start": self._dev_start or results.NO_DEV,
         }
+        self._history.append({**numbers_by_path(columns), "training_iteration": self._updates})
+        for alert in new_alerts(self._history):
+            logger.warning("iteration %d: %s. Try: %s.", self._updates, alert.message, alert.advice)
+        return {**result, **columns}
 
     def evaluate(self, parallel_train_future: Any = None) -> dict[str, float]:
         """Answers the dev roots greedily on the training runners; returns mean scores and the iteration they are of."""

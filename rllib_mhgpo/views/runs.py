@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rllib_mhgpo.alerts import numbers_by_path
 from rllib_mhgpo.errors import DataError
 from rllib_mhgpo.records import FOLDER
 
@@ -103,7 +104,7 @@ def read_rows(file: Path) -> Iterator[Row]:
                 break
             raise DataError(f"{file}, line {number}: expected a JSON object, found {line[:40]!r}.")
         row.pop("config", None)
-        numbers = {key: float(value) for key, value in flat(row) if isinstance(value, int | float)}
+        numbers = numbers_by_path(row)
         rows[int(numbers.get("training_iteration", len(rows) + 1))] = numbers
     yield from (rows[iteration] for iteration in sorted(rows))
 
