@@ -75,49 +75,55 @@ class History:
         return usual
 
 
-Finding = tuple[Holds, Callable[[int], str]]
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found: when it holds, and a message with places for the numbers of that iteration."""
+
+    holds: Holds
+    message: str
+    values: Mapping[str, Floats | float | str]
+
+    def at(self, place: int) -> str:
+        """The message of one iteration."""
+        found = {name: value[place] if isinstance(value, np.ndarray) else value for name, value in self.values.items()}
+        return self.message.format(**found)
 
 
 def no_spread(history: History) -> Iterator[Finding]:
     """All groups have equal rewards: nothing can be learned."""
     share = history.column("zero_std_share")
-    yield share >= 0.99, lambda i: f"{share[i]:.0%} of the groups have equal rewards: nothing is learned from them"
+    message = "{share:.0%} of the groups have equal rewards: nothing is learned from them"
+    yield Finding(share >= 0.99, message, {"share": share})
 
 
 def illegal_outputs(history: History) -> Iterator[Finding]:
     """Half of a role's outputs are refused."""
     for agent in history.agents("illegal"):
         share = history.column(f"{agent}/illegal")
-        yield share >= 0.5, lambda i, agent=agent, share=share: f"{share[i]:.0%} of the outputs of {agent} are illegal"
+        message = "{share:.0%} of the outputs of {agent} are illegal"
+        yield Finding(share >= 0.5, message, {"share": share, "agent": agent})
 
 
 def truncated_prompts(history: History) -> Iterator[Finding]:
     """Passages are left out of every second prompt."""
     for agent in history.agents("passages_left_out"):
         left = history.column(f"{agent}/passages_left_out")
-        yield (
-            left >= 0.5,
-            lambda i, agent=agent, left=left: f"{left[i]:.1f} passages a prompt of {agent} did not fit into it",
-        )
+        message = "{left:.1f} passages a prompt of {agent} did not fit into it"
+        yield Finding(left >= 0.5, message, {"left": left, "agent": agent})
 
 
 def truncated_responses(history: History) -> Iterator[Finding]:
     """A quarter of a role's responses are cut off."""
     for agent in history.agents("truncated_share"):
         share = history.column(f"{agent}/truncated_share")
-        yield (
-            share >= 0.25,
-            lambda i, agent=agent, share=share: f"{share[i]:.0%} of the responses of {agent} are cut off",
-        )
+        message = "{share:.0%} of the responses of {agent} are cut off"
+        yield Finding(share >= 0.25, message, {"share": share, "agent": agent})
 
 
 def engine_drift(history: History) -> Iterator[Finding]:
     """Engine and learner disagree about what was sampled."""
-    difference = history.column("engine_logprob_diff")
-    yield (
-        difference >= 0.05,
-        lambda i: f"log-probabilities of engine and learner differ by {difference[i]:.3f} a token",
-    )
+    gap = history.column("engine_logprob_diff")
+    yield Finding(gap >= 0.05, "log-probabilities of engine and learner differ by {gap:.3f} a token", {"gap": gap})
 
 
 def entropy_collapse(history: History) -> Iterator[Finding]:
@@ -125,19 +131,16 @@ def entropy_collapse(history: History) -> Iterator[Finding]:
     for agent in history.agents("entropy"):
         entropy = history.column(f"{agent}/entropy")
         start = history.start(entropy)
-        yield (
-            (entropy <= 0.1 * start) & (start > 0.05),
-            lambda i, agent=agent, entropy=entropy, start=start: (
-                f"the entropy of {agent} is {entropy[i]:.3f} nats a token, {start:.3f} at the start"
-            ),
-        )
+        message = "the entropy of {agent} is {entropy:.3f} nats a token, {start:.3f} at the start"
+        holds = (entropy <= 0.1 * start) & (start > 0.05)
+        yield Finding(holds, message, {"agent": agent, "entropy": entropy, "start": start})
 
 
 def kl_runaway(history: History) -> Iterator[Finding]:
     """The policy has run from its reference."""
     kl = history.column("kl")
     leap = (kl >= 10 * history.usual(kl)) & (kl >= 0.05)
-    yield (kl >= 0.5) | leap, lambda i: f"the KL to the reference is {kl[i]:.3f} a token"
+    yield Finding((kl >= 0.5) | leap, "the KL to the reference is {kl:.3f} a token", {"kl": kl})
 
 
 def reward_without_score(history: History) -> Iterator[Finding]:
@@ -148,41 +151,37 @@ def reward_without_score(history: History) -> Iterator[Finding]:
     best = np.zeros(len(score), dtype=np.int64)
     for place in np.flatnonzero(np.isfinite(score)):
         before = best[place - 1] if place else place
-        best[place:] = place if not score[before] >= score[place] else before
+        best[place:] = before if score[before] >= score[place] else place
         chance = sqrt(0.25 / questions[place]) if questions[place] > 0 else 0.0
         fell = score[place] < score[before] - max(0.02, 2 * chance) and asked[place] != asked[before]
         holds[place] = fell and reward[place] > reward[before]
-    yield (
-        holds,
-        lambda i: (
-            f"the reward has risen from {reward[best[i]]:.3f} to {reward[i]:.3f} while dev F1 has fallen from "
-            f"{score[best[i]]:.3f} to {score[i]:.3f}"
-        ),
+    message = (
+        "the reward has risen from {start:.3f} to {reward:.3f} while dev F1 has fallen from {best:.3f} to {score:.3f}"
     )
+    if len(score):
+        yield Finding(holds, message, {"start": reward[best], "reward": reward, "best": score[best], "score": score})
 
 
 def falling_recall(history: History) -> Iterator[Finding]:
     """Less of what supports the answer is found than before."""
     for agent in history.agents("recall"):
         recall = history.column(f"{agent}/recall")
-        smooth = np.array([recall[max(0, place - 2) : place + 1].mean() for place in range(len(recall))])
-        best = np.fmax.accumulate(np.where(np.arange(len(recall)) >= 2, smooth, np.nan)) if len(recall) else smooth
-        yield (
-            smooth <= best - 0.1,
-            lambda i, agent=agent, smooth=smooth, best=best: (
-                f"the recall of {agent} has fallen from {best[i]:.2f} to {smooth[i]:.2f} (means of three iterations)"
-            ),
-        )
+        smooth = np.full(len(recall), np.nan)
+        for place in range(2, len(recall)):
+            smooth[place] = recall[place - 2 : place + 1].mean()
+        best = np.fmax.accumulate(smooth)
+        message = "the recall of {agent} has fallen from {best:.2f} to {smooth:.2f} (means of three iterations)"
+        yield Finding(smooth <= best - 0.1, message, {"agent": agent, "best": best, "smooth": smooth})
 
 
 def gradient_spikes(history: History) -> Iterator[Finding]:
     """A gradient ten times the usual, or one that was not finite."""
     norm, skipped = history.column("grad_norm"), history.column("skipped_steps")
-    yield (
-        norm >= 10 * history.usual(norm),
-        lambda i: f"the gradient's norm is {norm[i]:.3g}, usually {history.usual(norm)[i]:.3g}",
-    )
-    yield skipped > 0, lambda i: f"{skipped[i]:.0f} optimiser steps were left out: their gradient was not finite"
+    usual = history.usual(norm)
+    message = "the gradient's norm is {norm:.3g}, usually {usual:.3g}"
+    yield Finding(norm >= 10 * usual, message, {"norm": norm, "usual": usual})
+    message = "{skipped:.0f} optimiser steps were left out: their gradient was not finite"
+    yield Finding(skipped > 0, message, {"skipped": skipped})
 
 
 RULES: dict[Callable[[History], Iterator[Finding]], str] = {
@@ -207,12 +206,12 @@ def find_alerts(rows: Sequence[Row]) -> list[Alert]:
     history, alerts = History(rows), []
     with np.errstate(invalid="ignore"):
         for rule, advice in RULES.items():
-            for holds, message in rule(history):
-                places = np.flatnonzero(holds)
+            for found in rule(history):
+                places = np.flatnonzero(found.holds)
                 if len(places):
                     iterations = tuple(history.iterations[place] for place in places)
                     name = rule.__name__.replace("_", " ")
-                    alerts.append(Alert(name, iterations, message(int(places[-1])), advice))
+                    alerts.append(Alert(name, iterations, found.at(int(places[-1])), advice))
     return sorted(alerts, key=lambda alert: -alert.iterations[-1])
 
 

@@ -13,7 +13,7 @@ from rllib_mhgpo.algorithms.mhgpo import MHGPO
 from rllib_mhgpo.cli.progress import Progress
 
 # a run of the default job, every second iteration
-HEALTHY = {
+HEALTHY: dict[str, list[float]] = {
     "zero_std_share": [0.33, 0.22, 0.14, 0.26, 0.22, 0.22, 0.33, 0.31, 0.31, 0.36],
     "grad_norm": [0.49, 0.44, 0.44, 0.43, 0.44, 0.40, 0.30, 0.40, 0.36, 0.38],
     "skipped_steps": [0.0] * 10,

@@ -105,9 +105,8 @@ def test_pandas_and_duckdb_read_a_run_in_one_line(make: Make) -> None:
     folder = Path(algorithm.logdir) / FOLDER
     (folder / ".train-000009.parquet.part").write_bytes(b"half a file of a run that is being written")
     frame = pd.read_parquet(folder)
-    (counted,) = duckdb.sql(
-        f"select count(*), avg(reward) filter (split = 'train') from '{folder}/*.parquet'"
-    ).fetchall()
+    wanted = f"select count(*), avg(reward) filter (split = 'train') from '{folder}/*.parquet'"
+    (counted,) = duckdb.execute(wanted).fetchall()
     assert counted[0] == len(frame) == len(read(algorithm))
     assert counted[1] == pytest.approx(frame[frame.split == "train"].reward.mean())
 
@@ -152,7 +151,7 @@ def test_a_disk_that_cannot_be_written_costs_the_records_and_not_the_run(
 
 
 def test_a_file_appears_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    seen: list[Path] = []
 
     def write_half(table: Any, place: str, **kwargs: Any) -> None:
         Path(place).write_bytes(b"PAR1")

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from rllib_mhgpo import __version__
-from rllib_mhgpo.cli import evaluate, example, report, train, trees
+from rllib_mhgpo.cli import evaluate, example, report, train, trees, watch
 from rllib_mhgpo.errors import MHGPOError
 
 
@@ -42,6 +42,7 @@ app.add_typer(example.app, name="example")
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("trees", epilog=trees.EXAMPLES)(trees.trees)
 app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("watch", epilog=watch.EXAMPLES)(watch.watch)
 
 
 def _version(asked: bool) -> None:

@@ -25,7 +25,7 @@ COLOURS = (
     "#8C6D31",
     "#9467BD",
 )  # Okabe and Ito
-STYLE: Mapping[str, Any] = {
+STYLE: dict[Any, Any] = {
     "font.size": 9, "font.family": "sans-serif", "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
     "axes.grid": True, "grid.alpha": 0.25, "grid.color": INK, "svg.fonttype": "none", "legend.framealpha": 0.0,
@@ -48,7 +48,7 @@ def draw(panel: Panel) -> Figure:
             axes.fill_between(x, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel("iteration")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params(axis="x", integer=True)
     if len(panel.curves) > 1:
         axes.legend(fontsize=8)
     return figure
@@ -97,7 +97,7 @@ def save(figure: Figure, folder: Path, name: str) -> None:
 
 def styled() -> Any:
     """The style, as a context in which figures are drawn."""
-    return mpl.rc_context(dict(STYLE))
+    return mpl.rc_context(STYLE)
 
 
 def all_figures(panels: Sequence[Panel], split: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[str, Figure]]:

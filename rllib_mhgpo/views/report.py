@@ -6,8 +6,9 @@ It is made of what is on disk at that moment, so an unfinished run has one too. 
 import html
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite
+from math import isfinite, nan
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -158,48 +159,55 @@ def questions(groups: Sequence[Group]) -> str:
         found = scored_questions(group.trials)
         if not found:
             continue
-        found.sort(key=lambda each: (each["score"], each["score"] - each["before"]))
+        found.sort(key=lambda each: (each.score, each.score - np.nan_to_num(each.before)))
         many = min(SHOWN_QUESTIONS, (len(found) + 1) // 2)
         part += f"<h3>{escape(group.label)}</h3>" if len(groups) > 1 else ""
         for heading, some in (("Worst", found[:many]), ("Best", found[: -many - 1 : -1])):
-            rows = [
-                [str(q["question"]), str(q["gold"]), str(q["answer"]), f"{q['before']:.2f}", f"{q['score']:.2f}"]
-                for q in some
-            ]
-            head = ["question", "gold", "answer", "before", "last"]
+            rows = [[q.question, q.gold, q.answer, mean_of([q.before], 2), f"{q.score:.2f}"] for q in some]
+            head = ["question", "gold", "answer", "first", "last"]
             part += f'<h3>{heading} of {len(found)}</h3><div class="wide">{table(head, rows)}</div>'
     note = "Scores are EM where there is one, means over trials; the answer is the first trial's. More: rllib trees."
     return f'{part}<p class="quiet">{note}</p>' if part else ""
 
 
-def scored_questions(trials: Sequence[Trial]) -> list[dict[str, float | str]]:
-    """Returns the recorded dev questions, each with its score at the first and the last evaluation."""
-    scores: dict[int, dict[str, list[float]]] = {}
-    told: dict[int, dict[str, str]] = {}
+class ScoredQuestion(NamedTuple):
+    """A dev question: its mean scores at the first and the last evaluation that was recorded."""
+
+    question: str
+    gold: str
+    answer: str
+    before: float
+    score: float
+
+
+def scored_questions(trials: Sequence[Trial]) -> list[ScoredQuestion]:
+    """Returns the dev questions that were recorded at the last evaluation."""
+    first: dict[int, list[float]] = {}
+    last: dict[int, list[float]] = {}
+    told: dict[int, tuple[str, str, str]] = {}
     for trial in trials:
         files = sorted(trial.records.glob("dev-*.parquet"))
-        if not files:
+        ends = [int(number) for file in files if (number := file.stem.rpartition("-")[2]).isdigit()]
+        if not ends:
             continue
-        ends = [int(file.stem.rpartition("-")[2]) for file in (files[0], files[-1])]
-        for (split, iteration, root), rows in group_trees(read_records(trial.records, ends).to_pylist()).items():
+        trees = group_trees(read_records(trial.records, (ends[0], ends[-1])).to_pylist())
+        for (split, iteration, root), rows in trees.items():
             score = tree_score(rows)
             if split != "dev" or score is None:
                 continue
-            mine = scores.setdefault(root, {"before": [], "score": []})
-            for when, end in zip(("before", "score"), ends, strict=True):
-                if iteration == end:
-                    mine[when].append(score)
-            if iteration == ends[1]:
-                told.setdefault(root, {"question": rows[0]["question"] or f"question {root}", **said(rows)})
+            if iteration == ends[0]:
+                first.setdefault(root, []).append(score)
+            if iteration == ends[-1]:
+                last.setdefault(root, []).append(score)
+                told.setdefault(root, (rows[0]["question"] or f"question {root}", *gold_and_answer(rows)))
     return [
-        {**told[root], **{when: mean(values) for when, values in mine.items()}}
-        for root, mine in scores.items()
-        if root in told
+        ScoredQuestion(*told[root], mean(first[root]) if root in first else nan, mean(scores))
+        for root, scores in last.items()
     ]
 
 
-def said(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
-    """The gold and the answer of a recorded question."""
+def gold_and_answer(rows: Sequence[Mapping[str, object]]) -> tuple[str, str]:
+    """The gold and the answer of a recorded question, as the environment tells them."""
     text = next((str(row["episode"]) for row in rows if row["episode"]), "{}")
     try:
         episode = json.loads(text)
@@ -207,10 +215,8 @@ def said(rows: Sequence[Mapping[str, object]]) -> dict[str, str]:
         episode = {}
     episode = episode if isinstance(episode, dict) else {}
     gold = episode.get("gold", "")
-    return {
-        "gold": " | ".join(map(str, gold)) if isinstance(gold, list) else str(gold),
-        "answer": str(episode.get("answer", rows[-1]["response"] or "")),
-    }
+    shown = " | ".join(map(str, gold)) if isinstance(gold, list) else str(gold)
+    return shown, str(episode.get("answer", rows[-1]["response"] or ""))
 
 
 # --- markup ---------------------------------------------------------------------------------------------------------
@@ -254,7 +260,8 @@ def mean(values: Sequence[float]) -> float:
 
 def mean_of(values: Sequence[float], digits: int) -> str:
     """Writes a mean, a dash where there is none."""
-    return f"{mean(values):.{digits}f}" if values else "–"
+    known = [value for value in values if isfinite(value)]
+    return f"{mean(known):.{digits}f}" if known else "–"
 
 
 def short(value: object) -> str:

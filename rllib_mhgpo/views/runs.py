@@ -4,7 +4,9 @@ Reads what Ray Tune writes, also while it writes it: an unfinished last line is 
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +40,14 @@ class Trial:
     def rows(self) -> list[Row]:
         """Its numbers, one row an iteration, by path (``dev/f1``); NaN stays NaN."""
         return list(read_rows(self.folder / RESULTS))
+
+    @cached_property
+    def ended(self) -> bool:
+        """Whether it reached its end or failed; an interrupted one looks as if it went on."""
+        if (self.folder / "error.txt").is_file():
+            return True
+        last = last_line(self.folder / RESULTS)
+        return last is not None and last.get("done") is True
 
     @cached_property
     def parameters(self) -> dict[str, Any]:
@@ -79,6 +89,27 @@ def _is_trial(folder: Path) -> bool:
     return (folder / RESULTS).is_file() or any((folder / FOLDER).glob("*.parquet"))
 
 
+def signature(runs: Iterable[Path]) -> tuple[object, ...]:
+    """Returns what changes when a file of these runs changes."""
+    files = (file for run in runs for trial in find_trials(run) for file in _files(trial))
+    return tuple((str(file), status.st_mtime_ns, status.st_size) for file, status in files)
+
+
+def _files(trial: Trial) -> Iterator[tuple[Path, os.stat_result]]:
+    for name in (RESULTS, PARAMETERS, "error.txt", FOLDER):
+        with suppress(OSError):
+            yield trial.folder / name, (trial.folder / name).stat()
+
+
+def last_line(file: Path) -> dict[str, Any] | None:
+    """Returns the last whole line of a file of JSON objects, None where there is none."""
+    with suppress(OSError, ValueError):
+        *_, last = (line for line in file.read_text(encoding="utf-8", errors="replace").split("\n") if line.strip())
+        found = json.loads(last)
+        return found if isinstance(found, dict) else None
+    return None
+
+
 def read_rows(file: Path) -> Iterator[Row]:
     """Yields the numbers of each line, one row an iteration: a resumed run's later account of it replaces the earlier.
 
@@ -91,7 +122,8 @@ def read_rows(file: Path) -> Iterator[Row]:
         return
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}.") from None
-    lines, rows = text.split("\n"), {}
+    lines = text.split("\n")
+    rows: dict[int, Row] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

@@ -38,7 +38,9 @@ def tree_page(run: Path, iterations: Sequence[int] | None, question: str | None)
         trees = {key: rows for key, rows in trees.items() if _is_asked(rows[0], question)}
     if not trees:
         raise DataError(f"{trial.folder}: no records of a question {question!r}.")
-    index, packed, size = [], [], 0
+    index: list[dict[str, Any]] = []
+    packed: list[str] = []
+    size = 0
     for key in by_use(trees):
         tree = packed_tree(trees[key])
         size += len(tree)
@@ -88,14 +90,12 @@ def by_use(trees: Iterable[Key]) -> list[Key]:
 def summary(key: Key, rows: Sequence[Row]) -> dict[str, Any]:
     """Returns a tree's line in the list of questions."""
     split, iteration, root = key
-    return finite(
-        {
-            "split": split, "iteration": iteration, "root": root, "id": rows[0]["question_id"],
-            "question": rows[0]["question"], "score": tree_score(rows), "nodes": len(rows),
-            "zero": any(row["zero_std"] for row in rows),
-            "illegal": any(dict(row["metrics"] or ()).get("illegal", 0) > 0 for row in rows),
-        }
-    )  # type: ignore[no-any-return]  # fmt: skip
+    return {
+        "split": split, "iteration": iteration, "root": root, "id": rows[0]["question_id"],
+        "question": rows[0]["question"], "score": tree_score(rows), "nodes": len(rows),
+        "zero": any(row["zero_std"] for row in rows),
+        "illegal": any((dict(row["metrics"] or ()).get("illegal") or 0) > 0 for row in rows),
+    }  # fmt: skip
 
 
 def tree_score(rows: Iterable[Row]) -> float | None:
@@ -105,11 +105,11 @@ def tree_score(rows: Iterable[Row]) -> float | None:
     0.5
     """
     ends = [row for row in rows if row["scores"] is not None]
-    scores = [dict(row["scores"]) for row in ends] or [{}]
+    scores: list[dict[str, float]] = [dict(row["scores"]) for row in ends] or [{}]
     for name in ("em", "f1"):
         if any(name in score for score in scores):
             return sum(score.get(name, 0.0) for score in scores) / len(scores)
-    rewards = [row["reward_shared"] for row in ends if row.get("reward_shared") is not None]
+    rewards: list[float] = [row["reward_shared"] for row in ends if row.get("reward_shared") is not None]
     return sum(rewards) / len(rewards) if rewards else None
 
 
