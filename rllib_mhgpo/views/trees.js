@@ -1,7 +1,8 @@
 "use strict";
 // Everything from models and files is put in by textContent alone.
 
-const COLUMN = 200, ROW = 68, WIDTH = 168, HEIGHT = 58, EDGE = 12, ROOT = 44;
+const ROW = 68, HEIGHT = 58, EDGE = 12;
+const ALONE = {column: 200, width: 168, root: 44}, BESIDE = {column: 134, width: 120, root: 34};
 const SVG = "http://www.w3.org/2000/svg";
 const index = JSON.parse(document.getElementById("index").textContent);
 const packed = JSON.parse(document.getElementById("trees").textContent);
@@ -125,7 +126,7 @@ async function draw() {
   });
   const panels = make("div", {className: "panels"});
   for (const each of other ? [other, tree].sort((a, b) => a.iteration - b.iteration) : [tree]) {
-    panels.append(panel(each, await unpack(each)));
+    panels.append(panel(each, await unpack(each), other ? BESIDE : ALONE));
   }
   if (tree !== open) return; // another question was opened meanwhile
   $("view").replaceChildren(
@@ -133,19 +134,19 @@ async function draw() {
     make("p", {}, make("label", {}, "Beside it ", choice)), panels);
 }
 
-function panel(tree, {nodes, prompts}) {
+function panel(tree, {nodes, prompts}, size) {
   const detail = make("div", {className: "detail"});
   const episode = nodes.find((node) => node.episode)?.episode;
   const gold = episode?.gold === undefined ? "" : ` · gold: ${[episode.gold].flat().join(" | ")}`;
   return make("article", {className: "panel"},
     make("h2", {textContent: `${tree.split}, iteration ${tree.iteration}`}),
     make("p", {className: "quiet", textContent: `score ${number(tree.score)}${gold}`}),
-    drawTree(nodes, (node) => detail.replaceChildren(...describe(node, nodes, prompts))), detail);
+    drawTree(nodes, size, (node) => detail.replaceChildren(...describe(node, nodes, prompts))), detail);
 }
 
 // --- the tree --------------------------------------------------------------------------------------------------------
 
-function places(nodes) {
+function places(nodes, {column, root}) {
   const depth = [], children = nodes.map(() => []), roots = [];
   for (const node of nodes) {
     depth.push(node.previous === null ? 0 : depth[node.previous] + 1);
@@ -164,17 +165,18 @@ function places(nodes) {
     const mine = children[each];
     if (mine.length) row[each] = (row[mine[0]] + row[mine.at(-1)]) / 2;
   }
-  const place = (each) => ({x: ROOT + depth[each] * COLUMN, y: EDGE + row[each] * ROW});
+  const place = (each) => ({x: root + depth[each] * column, y: EDGE + row[each] * ROW});
   return {place, children, columns: Math.max(...depth) + 1, rows};
 }
 
-function drawTree(nodes, chosen) {
-  const {place, children, columns, rows} = places(nodes);
+function drawTree(nodes, size, chosen) {
+  const {place, children, columns, rows} = places(nodes, size);
+  const line = (from, to, name) => edge({x: from.x + size.width, y: from.y}, to, name);
   const box = make("div", {className: "tree"});
-  const size = {width: ROOT + columns * COLUMN, height: rows * ROW + 2 * EDGE};
+  const area = {width: size.root + columns * size.column, height: rows * ROW + 2 * EDGE};
   const lines = document.createElementNS(SVG, "svg");
-  for (const [name, value] of Object.entries(size)) lines.setAttribute(name, value);
-  const root = {x: EDGE + 10 - WIDTH, y: (rows - 1) * ROW / 2 + EDGE};
+  for (const [name, value] of Object.entries(area)) lines.setAttribute(name, value);
+  const root = {x: EDGE + 10 - size.width, y: (rows - 1) * ROW / 2 + EDGE};
   for (const node of nodes) {
     if (node.previous === null) lines.append(line(root, place(node.node), ""));
     for (const parent of node.parents ?? []) lines.append(line(place(parent), place(node.node), ""));
@@ -185,9 +187,9 @@ function drawTree(nodes, chosen) {
   for (const [name, value] of Object.entries({cx: EDGE + 5, cy: root.y + HEIGHT / 2, r: 5})) dot.setAttribute(name, value);
   lines.append(dot);
   const space = make("div");
-  space.style.width = `${size.width}px`;
-  space.style.height = `${size.height}px`;
-  const buttons = nodes.map((node) => nodeButton(node, nodes, place(node.node)));
+  space.style.width = `${area.width}px`;
+  space.style.height = `${area.height}px`;
+  const buttons = nodes.map((node) => nodeButton(node, nodes, place(node.node), size.width));
   buttons.forEach((button, each) => button.addEventListener("click", () => {
     for (const one of buttons) one.setAttribute("aria-pressed", String(one === button));
     focusOnly(buttons, button);
@@ -211,16 +213,16 @@ function drawTree(nodes, chosen) {
   return box;
 }
 
-function line(from, to, name) {
+function edge(from, to, name) {
   const path = document.createElementNS(SVG, "path");
-  const [x, y, x2, y2] = [from.x + WIDTH, from.y + HEIGHT / 2, to.x, to.y + HEIGHT / 2];
+  const [x, y, x2, y2] = [from.x, from.y + HEIGHT / 2, to.x, to.y + HEIGHT / 2];
   const bend = (x2 - x) / 2;
   path.setAttribute("d", `M${x} ${y} C${x + bend} ${y} ${x2 - bend} ${y2} ${x2} ${y2}`);
   path.setAttribute("class", name);
   return path;
 }
 
-function nodeButton(node, nodes, {x, y}) {
+function nodeButton(node, nodes, {x, y}, width) {
   const numbers = `R ${number(node.reward)}` + (node.advantage === null ? "" : `  A ${number(node.advantage)}`);
   const wrong = (node.metrics.illegal > 0 ? " ⚠ illegal" : "") + (node.truncated ? " ✂ cut off" : "");
   const again = nodes.some((one) => one.agent === node.agent && one.act > 0) ? ` ${node.act + 1}` : "";
@@ -230,9 +232,10 @@ function nodeButton(node, nodes, {x, y}) {
     make("span", {className: said ? "" : "quiet", textContent: said || "said nothing"}),
     make("span", {className: "numbers", textContent: numbers}));
   if (!node.trained) button.classList.add("untrained");
+  button.style.width = `${width}px`;
   button.style.left = `${x}px`;
   button.style.top = `${y}px`;
-  const value = $("colour").value === "reward" ? node.reward : node.advantage;
+  const value = $("colour").value === "reward" ? node.reward : node.advantage ?? node.reward;
   button.style.backgroundImage = shade(value ?? 0, 2);
   button.setAttribute("aria-pressed", "false");
   return button;
@@ -252,9 +255,10 @@ function describe(node, nodes, prompts) {
     advantage: number(node.advantage, 3), group: node.group === null ? "–" : number(node.group) + (node.zero ? ", zero spread" : ""),
     trained: node.trained ? "yes" : "no", ...node.metrics, ...(node.scores ?? {}),
   };
-  const list = make("dl");
+  const list = make("dl", {className: "facts"});
   for (const [name, value] of Object.entries(facts)) {
-    list.append(make("dt", {textContent: name}), make("dd", {textContent: typeof value === "number" ? number(value, 3) : value}));
+    const shown = typeof value === "number" ? number(value, 3) : String(value ?? "–");
+    list.append(make("div", {}, make("dt", {textContent: name}), make("dd", {textContent: shown})));
   }
   return [
     make("h3", {textContent: `${node.agent}: response`}), response(node),
