@@ -23,6 +23,8 @@ from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.tree import FlatTrees, Generation
 
 FOLDER, VERSION, VERSION_KEY = "records", 1, b"rllib_mhgpo.records"
+LONGEST_CHARACTER = 16
+"""Ids over which a character may be spread; bytes that never become one are not waited for."""
 NUMBERS = pa.map_(pa.string(), pa.float64())
 SCHEMA = pa.schema(
     [
@@ -145,7 +147,7 @@ def token_texts(tokenizer: Any, ids: Tokens) -> list[str]:
     texts, start, told = [], 0, ""
     for end in range(1, len(ids) + 1):
         text = str(tokenizer.decode(ids[start:end], skip_special_tokens=False))
-        if text.endswith("\ufffd") and end < len(ids):
+        if text.endswith("\ufffd") and end < len(ids) and end - start <= LONGEST_CHARACTER:
             texts.append("")  # an unfinished character
             continue
         texts.append(_whole(text[len(told) :]))

@@ -199,3 +199,5 @@ def test_the_texts_of_tokens_put_together_are_the_text() -> None:
     assert "".join(token_texts(tiny, ids)) == tiny.decode(ids)
     assert len(token_texts(tiny, ids)) == len(ids)
     assert token_texts(tiny, ids[:0]) == []
+    garbage = np.full(100, bytewise("é")["input_ids"][1], dtype=np.int32)  # a byte that begins nothing
+    assert len(token_texts(bytewise, garbage)) == 100

@@ -16,6 +16,7 @@ from rllib_mhgpo.cli.watch import changes
 from rllib_mhgpo.errors import ConfigError, DataError
 from rllib_mhgpo.views.compare import Group
 from rllib_mhgpo.views.dashboard import dashboard
+from rllib_mhgpo.views.runs import find_trials
 from rllib_mhgpo.views.server import make_server
 from tests.test_report import row, trial
 
@@ -57,10 +58,14 @@ def test_it_follows_a_run_to_its_end(tmp_path: Path) -> None:
     assert len(waited) == 3
 
 
-def test_a_trial_that_failed_has_ended(tmp_path: Path) -> None:
-    (trial(tmp_path, []) / "error.txt").write_text("...")
+def test_a_trial_that_failed_has_ended_unless_it_was_resumed(tmp_path: Path) -> None:
+    place = trial(tmp_path, [])
+    (place / "error.txt").write_text("Failure # 1 (occurred at 2026-11-30_02-35-00)\nTraceback ...")
     (groups,) = changes([tmp_path])
     assert shown(groups)[0] == "MHGPO: 1 trial, 0 iterations, ended"
+    for date, ended in (("2026-11-30_02-34-59", True), ("2026-11-30_02-35-01", False)):
+        trial(tmp_path, [row(1, 0.5, date=date)])
+        assert find_trials(place)[0].ended is ended
 
 
 @pytest.fixture

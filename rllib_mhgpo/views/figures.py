@@ -31,6 +31,7 @@ STYLE: dict[Any, Any] = {
     "axes.grid": True, "grid.alpha": 0.25, "grid.color": INK, "svg.fonttype": "none", "legend.framealpha": 0.0,
     "text.parse_math": False,
 }  # fmt: skip
+MOST_IN_LEGEND = 12
 NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -49,7 +50,7 @@ def draw(panel: Panel) -> Figure:
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel("iteration")
     axes.locator_params(axis="x", integer=True)
-    if len(panel.curves) > 1:
+    if 1 < len(panel.curves) <= MOST_IN_LEGEND:
         axes.legend(fontsize=8)
     return figure
 

@@ -5,6 +5,7 @@ Reads what Ray Tune writes, also while it writes it: an unfinished last line is 
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from rllib_mhgpo.alerts import numbers_by_path
 from rllib_mhgpo.errors import DataError
 from rllib_mhgpo.records import FOLDER
 
-RESULTS, PARAMETERS = "result.json", "params.json"
+RESULTS, PARAMETERS, ERRORS = "result.json", "params.json", "error.txt"
 Row = dict[str, float]
 
 
@@ -43,11 +44,13 @@ class Trial:
 
     @cached_property
     def ended(self) -> bool:
-        """Whether it reached its end or failed; an interrupted one looks as if it went on."""
-        if (self.folder / "error.txt").is_file():
-            return True
-        last = last_line(self.folder / RESULTS)
-        return last is not None and last.get("done") is True
+        """Whether it reached its end, or failed and was not resumed; an interrupted one looks as if it went on."""
+        last = last_line(self.folder / RESULTS) or {}
+        try:
+            failures = re.findall(r"occurred at ([\d_-]+)", (self.folder / ERRORS).read_text(errors="replace"))
+        except OSError:
+            failures = []
+        return last.get("done") is True or (bool(failures) and failures[-1] >= str(last.get("date", "")))
 
     @cached_property
     def parameters(self) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def signature(runs: Iterable[Path]) -> tuple[object, ...]:
 
 
 def _files(trial: Trial) -> Iterator[tuple[Path, os.stat_result]]:
-    for name in (RESULTS, PARAMETERS, "error.txt", FOLDER):
+    for name in (RESULTS, PARAMETERS, ERRORS, FOLDER):
         with suppress(OSError):
             yield trial.folder / name, (trial.folder / name).stat()
 
