@@ -2,7 +2,8 @@
 
 import html
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from threading import Lock
 
 from rllib_mhgpo.errors import ConfigError, MHGPOError
 
@@ -20,6 +21,8 @@ def make_server(host: str, port: int, page: Callable[[], str]) -> HTTPServer:
         ConfigError: the address cannot be used.
     """
 
+    making = Lock()  # a thread for each connection, for browsers open some ahead; the page is made by one at a time
+
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             name = self.headers.get("Host", "").rpartition(":")[0].strip("[]")
@@ -31,7 +34,8 @@ def make_server(host: str, port: int, page: Callable[[], str]) -> HTTPServer:
                 self.send_error(404)
                 return
             try:
-                status, body = 200, page()
+                with making:
+                    status, body = 200, page()
             except MHGPOError as error:
                 status, body = 503, f"<!doctype html><title>waiting</title><p>{html.escape(str(error))}</p>"
             self.send_response(status)
@@ -50,6 +54,6 @@ def make_server(host: str, port: int, page: Callable[[], str]) -> HTTPServer:
             """Says nothing: the terminal shows the run."""
 
     try:
-        return HTTPServer((host, port), Handler)
+        return ThreadingHTTPServer((host, port), Handler)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--serve: {host}:{port} cannot be used: {error}. Choose another --port or --host.") from None
