@@ -223,41 +223,66 @@ def _is_record(name: str) -> bool:
     return name.endswith(".parquet") and not name.startswith((".", "_"))
 
 
-def read_records(folder: Path, iterations: Collection[int] | None = None) -> pa.Table:
+def record_files(folder: Path, iterations: Collection[int] | None = None) -> list[Path]:
+    """Returns a run's files of records, in order.
+
+    Raises:
+        DataError: there are none, or none of these iterations.
+    """
+    found = sorted(file for file in folder.glob("*.parquet") if _is_record(file.name))
+    files = [file for file in found if iterations is None or iteration_of(file) in (None, *iterations)]
+    if not files:
+        there = sorted({number for file in found if (number := iteration_of(file)) is not None})
+        raise DataError(
+            f"{folder}: expected records (*.parquet) of iterations {list(iterations or ())}, found those of {there}."
+            if found
+            else f"{folder}: expected records (*.parquet), found none."
+        )
+    return files
+
+
+def iteration_of(file: Path) -> int | None:
+    """Reads the iteration from a file's name, None where the name has none."""
+    number = file.stem.rpartition("-")[2]
+    return int(number) if number.isdecimal() else None
+
+
+def read_records(
+    folder: Path, iterations: Collection[int] | None = None, columns: Sequence[str] | None = None
+) -> pa.Table:
     """Reads the records of a run, of every version so far; columns that an older one lacks are null.
 
     Args:
         folder: the run's folder of records.
         iterations: only these; None: all.
+        columns: only these; None: all.
 
     Raises:
         DataError: no records there, a file that is none, or one of a newer version.
     """
-    tables = []
-    for file in sorted(file for file in folder.glob("*.parquet") if _is_record(file.name)):
-        number = file.stem.rpartition("-")[2]
-        if iterations is not None and number.isdigit() and int(number) not in iterations:
-            continue
-        try:
-            table = pq.read_table(file)
-        except FileNotFoundError:
-            continue  # thinned out meanwhile
-        except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{file}: cannot be read as Parquet: {error}. Remove it to see the others.") from None
-        tables.append(_as_of_now(table, file))
-    if not tables:
-        raise DataError(f"{folder}: expected records (*.parquet), found none.")
-    return pa.concat_tables(tables)
+    return pa.concat_tables([read_file(file, columns) for file in record_files(folder, iterations)])
 
 
-def _as_of_now(table: pa.Table, file: Path) -> pa.Table:
-    version = (table.schema.metadata or {}).get(VERSION_KEY, b"").decode()
-    if not version.isdigit():
+def read_file(file: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Reads one file of records as :func:`read_records` does; one that was thinned out meanwhile is empty."""
+    wanted = pa.schema([SCHEMA.field(name) for name in columns or SCHEMA.names])
+    try:
+        there = pq.read_schema(file)
+        _check_version(file, (there.metadata or {}).get(VERSION_KEY, b"").decode())
+        table = pq.read_table(file, columns=[name for name in wanted.names if name in there.names])
+    except FileNotFoundError:
+        return wanted.empty_table()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{file}: cannot be read as Parquet: {error}. Remove it to see the others.") from None
+    made = [
+        table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(len(table), field.type)
+        for field in wanted
+    ]
+    return pa.table(made, schema=wanted)
+
+
+def _check_version(file: Path, version: str) -> None:
+    if not version.isdecimal():
         raise DataError(f"{file}: expected records of rollouts, found another Parquet file; remove it.")
     if int(version) > VERSION:
         raise DataError(f"{file}: its schema is version {version}, this package reads up to {VERSION}; upgrade it.")
-    columns = [
-        table[field.name].cast(field.type) if field.name in table.column_names else pa.nulls(len(table), field.type)
-        for field in SCHEMA
-    ]
-    return pa.table(columns, schema=SCHEMA)

@@ -177,8 +177,9 @@ def test_a_page_that_would_grow_too_large_leaves_older_trees_out(
     trial = save(tmp_path, [chain(root, iteration, 1.0) for root in range(2) for iteration in range(9)])
     _, shown, found = tree_page(trial, None, None)
     assert 4 <= shown < found == 18
-    keys = [("train", 1, 0), ("dev", 0, 0), ("train", 2, 0), ("dev", 5, 0), ("dev", 9, 0)]
-    assert by_use(keys) == [("dev", 9, 0), ("dev", 0, 0), ("train", 2, 0), ("dev", 5, 0), ("train", 1, 0)]
+    names = ["train-000001", "dev-000000", "train-000002", "dev-000005", "dev-000009"]
+    used = by_use(Path(f"{name}.parquet") for name in names)
+    assert [file.stem for file in used] == ["dev-000009", "dev-000000", "train-000002", "dev-000005", "train-000001"]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path) -> None:
     assert "expected the folder of a trial or an experiment" in said(tmp_path)
     trial = save(tmp_path, [chain(1, 0, 0.0)])
     assert "no records of a question 'zzz'" in said(trial, "--question", "zzz")
-    assert "expected records" in said(trial, "--iteration", "8")
+    assert "of iterations [8], found those of [0]" in said(trial, "--iteration", "8")
     other = trial.with_name("MHGPO_search_1") / "records"
     other.mkdir(parents=True)
     (other / "dev-000000.parquet").write_bytes((trial / "records" / "dev-000000.parquet").read_bytes())

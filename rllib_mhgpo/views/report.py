@@ -28,6 +28,7 @@ NUMBERS = {
 }  # fmt: skip
 PHASES = ("generate", "retrieve", "rest of step", "rest of sampling", "credit", "update", "sync", "record", "evaluate")
 SHOWN_QUESTIONS = 10
+SCORED = ("split", "iteration", "root", "node", "question", "response", "reward_shared", "scores", "episode")
 
 
 def make_report(runs: Iterable[Path], figures: Path | None = None, refresh: int | None = None) -> str:
@@ -190,7 +191,7 @@ def scored_questions(trials: Sequence[Trial]) -> list[ScoredQuestion]:
         ends = [int(number) for file in files if (number := file.stem.rpartition("-")[2]).isdigit()]
         if not ends:
             continue
-        trees = group_trees(read_records(trial.records, (ends[0], ends[-1])).to_pylist())
+        trees = group_trees(read_records(trial.records, (ends[0], ends[-1]), SCORED).to_pylist())
         for (split, iteration, root), rows in trees.items():
             score = tree_score(rows)
             if split != "dev" or score is None:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from rllib_mhgpo.errors import DataError
-from rllib_mhgpo.records import read_records
+from rllib_mhgpo.records import SCHEMA, iteration_of, read_file, record_files
 from rllib_mhgpo.views.page import finite, make_page
 from rllib_mhgpo.views.runs import Trial, find_trials
 
 MOST_BYTES = 18_000_000
 """Of the packed trees of a page."""
+
+NAMES = ("split", "iteration", "root", "node", "question_id", "question")
+COLUMNS = [name for name in SCHEMA.names if name not in ("prompt_ids", "response_ids", "path")]
 
 Row = dict[str, Any]
 Key = tuple[str, int, int]
@@ -33,23 +36,27 @@ def tree_page(run: Path, iterations: Sequence[int] | None, question: str | None)
         DataError: no run, several trials, no records, or none that were asked for.
     """
     trial = only_trial(run)
-    trees = group_trees(read_records(trial.records, iterations).to_pylist())
-    if question is not None:
-        trees = {key: rows for key, rows in trees.items() if _is_asked(rows[0], question)}
-    if not trees:
-        raise DataError(f"{trial.folder}: no records of a question {question!r}.")
     index: list[dict[str, Any]] = []
     packed: list[str] = []
-    size = 0
-    for key in by_use(trees):
-        tree = packed_tree(trees[key])
-        size += len(tree)
-        if size > MOST_BYTES and packed:
-            break
-        index.append(summary(key, trees[key]))
-        packed.append(tree)
-    data = {"index": {"run": trial.name, "trees": index, "found": len(trees)}, "trees": packed}
-    return make_page("trees", f"Rollouts of {trial.name}", data), len(packed), len(trees)
+    found = size = 0
+    for file in by_use(record_files(trial.records, iterations)):
+        full = size > MOST_BYTES  # what is left is only counted
+        trees = group_trees(read_file(file, NAMES if full else COLUMNS).to_pylist())
+        asked = [key for key, rows in trees.items() if _is_asked(rows[0], iterations, question)]
+        found += len(asked)
+        for key in [] if full else asked:
+            packed_tree = pack(trees[key])
+            size += len(packed_tree)
+            if size > MOST_BYTES and packed:
+                break
+            index.append(summary(key, trees[key]))
+            packed.append(packed_tree)
+    if not found:
+        raise DataError(
+            f"{trial.folder}: no records of " + ("any" if question is None else f"a question {question!r}.")
+        )
+    data = {"index": {"run": trial.name, "trees": index, "found": found}, "trees": packed}
+    return make_page("trees", f"Rollouts of {trial.name}", data), len(packed), found
 
 
 def only_trial(run: Path) -> Trial:
@@ -74,17 +81,17 @@ def group_trees(rows: Iterable[Row]) -> dict[Key, list[Row]]:
     return trees
 
 
-def by_use(trees: Iterable[Key]) -> list[Key]:
-    """Sorts trees by what one looks at first: dev before and after, the last iterations, then back in time."""
-    keys = sorted(trees)
-    last = {split: max(i for s, i, _ in keys if s == split) for split in {s for s, _, _ in keys}}
+def by_use(files: Iterable[Path]) -> list[Path]:
+    """Sorts files by what one looks at first: dev before and after, the last training, then back in time."""
+    numbers = {file: (file.name.startswith("dev"), iteration_of(file) or 0) for file in files}
+    last = {split: max(i for each, i in numbers.values() if each == split) for split, _ in numbers.values()}
 
-    def rank(key: Key) -> tuple[int, int]:
-        split, iteration, _ = key
-        at_an_end = iteration in (0, last[split])
-        return (0 if split == "dev" and at_an_end else 1 if at_an_end else 2, -iteration)
+    def rank(file: Path) -> tuple[int, int]:
+        is_dev, iteration = numbers[file]
+        at_an_end = iteration in (0, last[is_dev])
+        return (0 if is_dev and at_an_end else 1 if at_an_end else 2, -iteration)
 
-    return sorted(keys, key=rank)
+    return sorted(numbers, key=rank)
 
 
 def summary(key: Key, rows: Sequence[Row]) -> dict[str, Any]:
@@ -113,7 +120,7 @@ def tree_score(rows: Iterable[Row]) -> float | None:
     return sum(rewards) / len(rewards) if rewards else None
 
 
-def packed_tree(rows: Sequence[Row]) -> str:
+def pack(rows: Sequence[Row]) -> str:
     """Packs what the page shows of a tree: JSON, deflated, in base 64."""
     prompts: dict[str, int] = {}
     nodes = [_node(row, prompts) for row in rows]
@@ -150,6 +157,9 @@ def _episode(text: str | None) -> Mapping[str, Any] | None:
     return episode if isinstance(episode, dict) else None
 
 
-def _is_asked(row: Row, question: str) -> bool:
-    is_it = question in (row["question_id"], str(row["root"]))
-    return is_it or question.lower() in (row["question"] or "").lower()
+def _is_asked(row: Row, iterations: Sequence[int] | None, question: str | None) -> bool:
+    if iterations and row["iteration"] not in iterations:
+        return False
+    if question is None or question in (row["question_id"], str(row["root"])):
+        return True
+    return question.lower() in (row["question"] or "").lower()
