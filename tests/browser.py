@@ -51,9 +51,10 @@ class Browser:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """Every address that was asked for since the last time."""
+        """Every address that was asked for since the last time, but for the browser's own pages."""
         said = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [each["params"]["request"]["url"] for each in said if each["method"] == "Network.requestWillBeSent"]
+        asked = [each["params"]["request"]["url"] for each in said if each["method"] == "Network.requestWillBeSent"]
+        return [url for url in asked if not url.startswith("chrome")]
 
 
 @pytest.fixture(scope="module")
@@ -68,5 +69,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     options.binary_location = chromium
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(chromedriver))
+    driver.get("about:blank")  # leaves the page that a new window begins with
     yield Browser(driver)
     driver.quit()
