@@ -20,7 +20,7 @@ from pyarrow import fs
 
 from rllib_mhgpo.errors import DataError
 from rllib_mhgpo.spaces import Tokens
-from rllib_mhgpo.tree import FlatTrees, Generation
+from rllib_mhgpo.tree import FlatTrees, Generation, RolloutTree
 
 FOLDER, VERSION, VERSION_KEY = "records", 1, b"rllib_mhgpo.records"
 LONGEST_CHARACTER = 16
@@ -81,21 +81,19 @@ def sample_roots(roots: Sequence[int], share: float) -> frozenset[int]:
 # --- rows -----------------------------------------------------------------------------------------------------------
 
 
-def tree_rows(
-    flat: FlatTrees, credit: Credit, roots: Sequence[int], kept: Collection[int], tokenizer: Any
-) -> Iterator[list[Row]]:
-    """Yields the rows of each tree whose root is kept, without ``iteration`` and ``split``.
+def tree_rows(trees: Sequence[RolloutTree], flat: FlatTrees, credit: Credit, tokenizer: Any) -> Iterator[list[Row]]:
+    """Yields the rows of each tree that is recorded, without ``iteration`` and ``split``.
 
     Args:
+        flat: the trees laid out.
         credit: arrays over the N generations; what is missing is null.
-        roots: the root of each tree.
     """
-    for tree, root in enumerate(roots):
-        if root not in kept:
+    for place, tree in enumerate(trees):
+        if not tree.recorded:
             continue
-        rows = np.flatnonzero(flat.tree == tree).tolist()
+        rows = np.flatnonzero(flat.tree == place).tolist()
         episode = next((g.record for row in rows if (g := flat.generations[row]).record), None) or {}
-        asked = {"root": root, "question_id": _text(episode.get("id")), "question": _text(episode.get("question"))}
+        asked = {"root": tree.root, "question_id": _text(episode.get("id")), "question": _text(episode.get("question"))}
         yield [
             {
                 **asked,

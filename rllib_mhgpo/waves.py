@@ -121,7 +121,7 @@ def play(env: AECEnv, engine: Engine, roots: Sequence[int], how: Play, seconds: 
     Returns:
         One tree a root, in order. Trajectories that met a :class:`RolloutError` are left out; ``void`` says why.
     """
-    trees = [RolloutTree(root) for root in roots]
+    trees = [RolloutTree(root, recorded=how.keeps(root)) for root in roots]
     live = [_begin(env, tree, how) for tree in trees]
     while live:
         live, prompts, flags = _observed(live, how)
@@ -246,7 +246,7 @@ def _note(branch: Branch, how: Play) -> bool:
     generation.parents = _parents(branch, info)
     if ended:
         generation.scores = dict(info.get("scores", {}))
-        generation.record = env.summary() if how.keeps(branch.tree.root) and hasattr(env, "summary") else None
+        generation.record = env.summary() if branch.tree.recorded and hasattr(env, "summary") else None
     return ended
 
 

@@ -26,16 +26,11 @@ class Recorder:
         self.folder = RecordFolder(filesystem, f"{path}/{FOLDER}", int(config.record_mb * 1e6))
         self.share = config.record_share
         self.tokenizer = load_tokenizer(config.llm) if self.share else None
-        self.chosen: set[int] = set()
 
     def choose(self, roots: Sequence[int]) -> frozenset[int]:
         """Returns which of the roots about to be played are recorded."""
-        chosen = sample_roots(roots, self.share)
-        self.chosen |= chosen
-        return chosen
+        return sample_roots(roots, self.share)
 
     def write(self, split: str, iteration: int, trees: Sequence[RolloutTree], flat: FlatTrees, credit: Credit) -> None:
-        """Writes the trees of the roots chosen since the last time."""
-        rows = tree_rows(flat, credit, [tree.root for tree in trees], self.chosen, self.tokenizer)
-        self.folder.write(split, iteration, rows)
-        self.chosen = set()
+        """Writes those of the trees that are recorded."""
+        self.folder.write(split, iteration, tree_rows(trees, flat, credit, self.tokenizer))
