@@ -12,6 +12,7 @@ from rllib_mhgpo.alerts import find_alerts, new_alerts
 from rllib_mhgpo.algorithms.mhgpo import MHGPO
 from rllib_mhgpo.cli.progress import Progress
 
+pytestmark = pytest.mark.usefixtures("ray_session")
 # a run of the default job, every second iteration
 HEALTHY: dict[str, list[float]] = {
     "zero_std_share": [0.33, 0.22, 0.14, 0.26, 0.22, 0.22, 0.33, 0.31, 0.31, 0.36],

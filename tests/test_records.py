@@ -22,6 +22,7 @@ from rllib_mhgpo.records import FOLDER, SCHEMA, RecordFolder, read_records, toke
 from tests.rig import row
 from tests.toys import toy_tokenizer
 
+pytestmark = pytest.mark.usefixtures("ray_session")
 Make = Callable[..., MHGPO]
 
 
@@ -201,3 +202,21 @@ def test_the_texts_of_tokens_put_together_are_the_text() -> None:
     assert token_texts(tiny, ids[:0]) == []
     garbage = np.full(100, bytewise("é")["input_ids"][1], dtype=np.int32)  # a byte that begins nothing
     assert len(token_texts(bytewise, garbage)) == 100
+
+
+def test_runners_elsewhere_that_sample_ahead_keep_the_same_questions(make: Make) -> None:
+    here, elsewhere = (
+        make(record_share=0.5),
+        make(record_share=0.5, num_env_runners=1, sample_ahead=True, rollout_is_cap=2.0),
+    )
+    kept = []
+    for algorithm in (here, elsewhere):
+        row(algorithm)
+        row(algorithm)
+        kept.append([r for r in read(algorithm) if r["split"] == "train"])
+    asked = [[(r["iteration"], r["root"], r["question"]) for r in rows] for rows in kept]
+    assert asked[0] == asked[1]
+    assert {question for _, _, question in asked[0]} == {f"what is {root}?" for _, root, _ in asked[0]}
+    said = [[r["response_ids"] for r in rows if r["iteration"] == 1] for rows in kept]  # from the same weights
+    assert said[0] == said[1]
+    assert len(said[0]) == 2 * 9

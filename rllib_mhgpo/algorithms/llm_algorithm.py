@@ -145,7 +145,7 @@ class LLMAlgorithm(Algorithm):
         if self._ahead:
             parts, self._ahead = self.pool.finish(self._ahead), {}
         else:
-            parts = self.pool.roll_out(roots, self._training_play(self.iteration, roots))
+            parts = self.pool.roll_out(roots, self.recorder.recorded(self._training_play(self.iteration), roots))
         for phase in ("generate", "step", "retrieve"):
             longest = max(part.seconds.get(phase, 0.0) for part in parts)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + longest
@@ -216,7 +216,7 @@ class LLMAlgorithm(Algorithm):
         if self.config.sample_ahead:
             following = self.iteration + 1
             roots = self._roots(following)
-            self._ahead = self.pool.start(roots, self._training_play(following, roots))
+            self._ahead = self.pool.start(roots, self.recorder.recorded(self._training_play(following), roots))
         with self._clock("update"):
             update = self._update(batch, flat)
         self._updates = self.iteration + 1
@@ -265,7 +265,7 @@ class LLMAlgorithm(Algorithm):
         with self._clock("evaluate"):
             count = min(self.num_dev_roots, self.config.evaluation_questions or self.num_dev_roots)
             roots = range(count)
-            how = self._play(ONE_TRAJECTORY, 0.0, "dev", self.iteration, roots)
+            how = self.recorder.recorded(self._play(ONE_TRAJECTORY, 0.0, "dev", self.iteration), roots)
             trees = [tree for rollouts in self.pool.roll_out(roots, how) for tree in rollouts.trees]
             self._record_dev(trees)
         self._dev = {**results.mean_scores(trees, divisor=count), "iteration": self._updates, "questions": count}
@@ -390,17 +390,16 @@ class LLMAlgorithm(Algorithm):
     def _roots(self, iteration: int) -> list[int]:
         return deal_roots(self.run_seed, iteration, self.config.questions_per_iteration, self.num_roots)
 
-    def _training_play(self, iteration: int, roots: Sequence[int]) -> Play:
-        return self._play(self.strategy(iteration), self.config.temperature, "train", iteration, roots)
+    def _training_play(self, iteration: int) -> Play:
+        return self._play(self.strategy(iteration), self.config.temperature, "train", iteration)
 
-    def _play(self, strategy: Strategy, temperature: float, split: str, iteration: int, roots: Sequence[int]) -> Play:
+    def _play(self, strategy: Strategy, temperature: float, split: str, iteration: int) -> Play:
         return Play(
             strategy=strategy,
             temperature=temperature,
             max_tokens=self.config.max_response_tokens,
             seed=(self.run_seed, iteration),
             split=split,
-            keep_records=self.recorder.choose(roots),
             common_noise=self.config.common_noise,
         )
 

@@ -1,6 +1,7 @@
 """Keeps what the agents said: which trees a run records, and when they are written."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pyarrow import fs
@@ -9,6 +10,7 @@ from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.llms import load_tokenizer
 from rllib_mhgpo.records import FOLDER, Credit, RecordFolder, sample_roots, tree_rows
 from rllib_mhgpo.tree import FlatTrees, RolloutTree
+from rllib_mhgpo.waves import Play
 
 
 class Recorder:
@@ -27,9 +29,9 @@ class Recorder:
         self.share = config.record_share
         self.tokenizer = load_tokenizer(config.llm) if self.share else None
 
-    def choose(self, roots: Sequence[int]) -> frozenset[int]:
-        """Returns which of the roots about to be played are recorded."""
-        return sample_roots(roots, self.share)
+    def recorded(self, how: Play, roots: Sequence[int]) -> Play:
+        """Returns how to play these roots so that a share of their trees is recorded."""
+        return replace(how, keep_records=sample_roots(roots, self.share))
 
     def write(self, split: str, iteration: int, trees: Sequence[RolloutTree], flat: FlatTrees, credit: Credit) -> None:
         """Writes those of the trees that are recorded."""
