@@ -198,6 +198,8 @@ class LLMAlgorithm(Algorithm):
         facts = self.pool.first(lambda r: (list(r.env.possible_agents), r.num_roots("train"), r.num_roots("dev")))
         self.agents, self.num_roots, self.num_dev_roots = facts
         self._facts: dict[str, str] = self.pool.first(lambda r: dict(getattr(r.env.unwrapped, "fingerprints", {})))
+        if self.config.num_learners > 1 and self.config.num_gpus_per_learner:
+            refuse_shared_gpus(self.on_learners(lambda learner: learner.place()))
         self._check_roots()
         self.check_agents()
         self.recorder = Recorder(self.config, self._storage, self.logdir)
@@ -492,6 +494,24 @@ class LLMAlgorithm(Algorithm):
         started = time.perf_counter()
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def refuse_shared_gpus(places: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    """Refuses two learners on one GPU, between which NCCL cannot talk.
+
+    Args:
+        places: of each learner its node and its GPUs.
+
+    Raises:
+        ConfigError: which learners share one.
+    """
+    for index, place in enumerate(places):
+        if place in places[:index]:
+            node, gpus = place
+            raise ConfigError(
+                f"config: num_gpus_per_learner: learners {places.index(place)} and {index} were both placed on GPU "
+                f"{', '.join(map(str, gpus))} of node {node[:8]}; give each more than 0.5 of a GPU."
+            )
 
 
 def versions() -> dict[str, str]:
