@@ -192,7 +192,7 @@ RULES: dict[Callable[[History], Iterator[Finding]], str] = {
     truncated_responses: "raise max_response_tokens of that role, or set overlong_penalty_tokens",
     engine_drift: "set rollout_is_cap (such as 2), use one dtype for engine and learner, check that weights arrive",
     entropy_collapse: "set entropy_coeff, raise kl_beta or clip_high, or lower lr",
-    kl_runaway: "raise kl_beta, lower lr or num_epochs; go back to an earlier checkpoint",
+    kl_runaway: "raise kl_beta, lower lr or num_epochs; go back to an earlier checkpoint; max_kl stops such a run",
     reward_without_score: "the reward is being learned instead of the task: look at answers with rllib trees, "
     "check the reward and its penalties; take the best checkpoint",
     falling_recall: "look at the queries with rllib trees; check that the rewriter's reward reaches it, raise kl_beta",
