@@ -127,6 +127,14 @@ def test_questions_are_scored_before_and_last(tmp_path: Path) -> None:
     assert only == ("Where is 1?", "Kassel", "Kassel", 0.0, 1.0)
 
 
+def test_names_of_numbers_are_text_too(tmp_path: Path) -> None:
+    role = {**row(1, 0.5)["rewriter"], '"><img src=x>': 0.5, "a b": 0.5, "a/b": 0.5}
+    trial(tmp_path, [row(1, 0.5, rewriter=role)])
+    page = make_report([tmp_path], figures=tmp_path)
+    assert "<img" not in page
+    assert {"a_b.svg", "a_b_.svg", "_img_src_x_.svg"} <= {file.name for file in tmp_path.iterdir()}
+
+
 NOTHING = {"num_generations": 0, "reward": nan, "entropy": nan, "kl": nan}
 
 

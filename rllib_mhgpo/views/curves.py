@@ -3,6 +3,7 @@
 A curve has the mean over a group's seeds and their spread at every iteration; at most one panel a number and role.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -89,22 +90,33 @@ def make_panels(groups: Sequence[Group]) -> list[Panel]:
                     if np.isfinite(curve.mean).any()
                 ]  # fmt: skip
                 if curves:
-                    panels.append(Panel(section, key, heading, tuple(curves)))
+                    panels.append(Panel(section, plain_name(key, [p.key for p in panels]), heading, tuple(curves)))
     return panels
+
+
+def plain_name(name: str, taken: Sequence[str]) -> str:
+    """Makes a name that may be a file's and an element's: letters, digits and underscores, none twice.
+
+    >>> plain_name("a/b c", ["a_b_c"])
+    'a_b_c_'
+    """
+    name = re.sub(r"\W+", "_", name)
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _columns(
     name: str, title: str, agents: Sequence[str], groups: int
 ) -> Iterator[tuple[str, str, list[tuple[str, str]]]]:
     """Yields key and title of each panel of a number, and the labels (empty: the group's) and columns of its lines."""
-    key = name.replace("/", "_")
     if name in {**SCORES, **WHOLE, **MACHINE, **OTHERS}:
-        yield key, title, [("", name)]
+        yield name, title, [("", name)]
     elif groups == 1:
-        yield key, title, [(agent, f"{agent}/{name}") for agent in agents] or [("", name)]
+        yield name, title, [(agent, f"{agent}/{name}") for agent in agents] or [("", name)]
     else:
         for agent in agents:
-            yield f"{agent}_{key}", f"{agent}: {title}", [("", f"{agent}/{name}")]
+            yield f"{agent}_{name}", f"{agent}: {title}", [("", f"{agent}/{name}")]
 
 
 def _own_numbers(groups: Sequence[Group], agents: Sequence[str]) -> dict[str, str]:
