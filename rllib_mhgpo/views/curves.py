@@ -81,7 +81,7 @@ def make_panels(groups: Sequence[Group]) -> list[Panel]:
     """
     agents = agents_of(groups)
     sections = {**SECTIONS, "What the agents do": {**OUTPUTS, **_own_numbers(groups, agents)}}
-    panels = []
+    panels: list[Panel] = []
     for section, numbers in sections.items():
         for name, title in {**numbers, **(OTHERS if section == "Scores" else {})}.items():
             for key, heading, columns in _columns(name, title, agents, len(groups)):
