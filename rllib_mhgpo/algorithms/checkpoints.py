@@ -88,7 +88,7 @@ def last_whole(folder: Path) -> Path:
         CheckpointError: none is whole.
     """
     earlier = [other for other in sorted(folder.parent.glob("checkpoint_*"), reverse=True) if other.name < folder.name]
-    faults = []
+    faults: list[str] = []
     for candidate in (folder, *earlier):
         if (fault := damage(candidate)) is None:
             if faults:

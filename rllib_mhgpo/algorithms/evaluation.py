@@ -111,7 +111,7 @@ def assemble(config: LLMConfig, llm: str) -> System:
 def _engine(llm: str, config: LLMConfig) -> HFEngine:
     model, tokenizer = load_model(llm), load_tokenizer(llm)
     settings, ends = {"tokenizer": tokenizer, **config.engine_config}, eos_ids(model, tokenizer)
-    if (config.lora or {}).get("adapters") and (Path(llm) / lora.FOLDER).is_dir():
+    if config.lora and config.lora.get("adapters") and (Path(llm) / lora.FOLDER).is_dir():
         model = lora.load_adapters(model, config.lora, Path(llm))
         settings["act_as"] = partial(lora.activate, model)
     return HFEngine(model, ends, getattr(torch, config.dtype), **settings)

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LI
 
 from rllib_mhgpo.algorithms import results
 from rllib_mhgpo.algorithms.checkpoints import (
+    POLICY,
     check_shards,
     damage,
     last_whole,
@@ -307,7 +309,9 @@ class LLMAlgorithm(Algorithm):
                 self.on_learners(lambda learner: learner.release())
 
     def _save(self, path: Any, **kwargs: Any) -> str:
-        folder = super().save_to_path(path, **kwargs)
+        folder = str(super().save_to_path(path, **kwargs))
+        if not any((Path(folder) / POLICY).glob("*.safetensors")):  # RLlib asks a remote learner for no answer
+            raise CheckpointError(f"{path}: a learner could not write its part of the checkpoint; its log says why.")
         for index in range(self.config.num_learners if self.config.zero_stage else 0):
             write_shard(Path(folder), index, self._on_learner(index, lambda learner: learner.shards()))
         return folder
@@ -322,11 +326,13 @@ class LLMAlgorithm(Algorithm):
             raise CheckpointError(f"{path}: the checkpoint is damaged: {fault}. Restore the one before.")
         self._check_facts(Path(path))
         super().restore_from_path(path, *args, **kwargs)
+        if not all(self.on_learners(lambda learner: learner.is_restored)):
+            raise CheckpointError(f"{path}: a learner could not restore its part of the checkpoint; its log says why.")
         if self.config.zero_stage:
             check_shards(Path(path), self.config.num_learners)
             for index in range(self.config.num_learners):
                 shard = ray.put(read_shard(Path(path), index))
-                self._on_learner(index, lambda learner, shard=shard: learner.set_shards(ray.get(shard)))
+                self._on_learner(index, partial(_take_shards, shard))
         self._ahead = {}
         self._sync()
 
@@ -523,6 +529,10 @@ def learner_failure(errors: Sequence[Exception]) -> Exception:
 
 def _of_connection(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search("gloo|nccl|connection", str(error), re.IGNORECASE))
+
+
+def _take_shards(shards: ray.ObjectRef, learner: Any) -> None:
+    learner.set_shards(ray.get(shards))
 
 
 def _shard_of(learner: Any, refs: Sequence[ray.ObjectRef]) -> TrainBatch:
