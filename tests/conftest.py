@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rllib_mhgpo.algorithms.mhgpo import MHGPO, MHGPOConfig
+from tests.browser import browser  # noqa: F401  # a fixture
 from tests.toys import PROMPTS, save_questions, save_toy
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from rllib_mhgpo.alerts import RULES
 from rllib_mhgpo.algorithms.config import annotations, describe
 from rllib_mhgpo.algorithms.grpo import GRPOConfig
 from rllib_mhgpo.algorithms.mappo import MAPPOConfig
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.credit import group_advantages, propagate
+from rllib_mhgpo.records import SCHEMA
 from rllib_mhgpo.sampling import Visit
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -58,3 +60,25 @@ def test_what_the_algorithm_page_says_can_be_replaced_runs() -> None:
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
         exec(block, scope)
     assert scope["TwoEach"](None)(Visit(0, "a", 0, 1, 0, (), ())) == (True, True)
+
+
+def test_every_column_of_the_records_and_every_alert_is_documented() -> None:
+    page = (DOCS / "seeing.md").read_text()
+    table = page.partition("| column |")[2].partition("## Trees")[0]
+    assert set(re.findall(r"`(\w+)`(?=[^|]*\| [^|]+ \|[^|]*\|\n)", table)) == set(SCHEMA.names)
+    alerts = page.partition("| alert |")[2]
+    assert [rule.__name__.replace("_", " ") for rule in RULES] == re.findall(
+        r"^\| ([a-z][^|]+) \|", alerts.lower(), re.M
+    )
+
+
+def test_the_environment_of_the_page_plays() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "environments.md").read_text(), re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(block, scope)
+    env = scope["Relay"]()
+    env.reset(seed=0, options={"index": 0})
+    for _ in range(2):
+        word = env.encode_text("Kassel")
+        env.step(word)
+    assert env.rewards == {"speaker": 1.0, "echo": 1.0}

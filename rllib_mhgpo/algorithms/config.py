@@ -144,6 +144,12 @@ class LLMConfig(AlgorithmConfig):
     max_kl: Annotated[float | None, Field(gt=0, description="KL to the reference above which the run stops")] = None
     min_entropy: Annotated[float | None, Field(gt=0, description="entropy a token below which the run stops")] = None
     train_agents: Annotated[list[str] | None, Field(description="roles to train, all when null")] = None
+    record_share: Annotated[
+        float, Field(ge=0, le=1, description="share of the root inputs whose trees are kept as records; 0: none")
+    ] = 0.25
+    record_mb: Annotated[
+        float, Field(gt=0, description="most megabytes of a run's records; older iterations are thinned out")
+    ] = 200.0
 
     def __init__(self, algo_class: Any = None) -> None:
         super().__init__(algo_class=algo_class)

@@ -51,7 +51,7 @@ def joined(tree: RolloutTree) -> RolloutTree:
     Raises:
         ConfigError: a prompt does not go on from the prompt and response before it.
     """
-    whole = RolloutTree(tree.root, void=list(tree.void))
+    whole = RolloutTree(tree.root, void=list(tree.void), recorded=tree.recorded)
     for leaf in tree.leaves():
         whole.add(join_rounds([tree.generations[index] for index in tree.trajectory(leaf)], tree.root))
     return whole

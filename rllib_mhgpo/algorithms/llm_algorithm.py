@@ -23,6 +23,7 @@ from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
 
+from rllib_mhgpo.alerts import new_alerts, numbers_by_path
 from rllib_mhgpo.algorithms import results
 from rllib_mhgpo.algorithms.checkpoints import (
     POLICY,
@@ -34,6 +35,7 @@ from rllib_mhgpo.algorithms.checkpoints import (
     write_shard,
 )
 from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.algorithms.recording import Recorder
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
 from rllib_mhgpo.credit import AGGREGATIONS, propagate, token_weights
@@ -154,7 +156,7 @@ class LLMAlgorithm(Algorithm):
         if self._ahead:
             parts, self._ahead = self.pool.finish(self._ahead), {}
         else:
-            parts = self.pool.roll_out(roots, self._training_play(self.iteration))
+            parts = self.pool.roll_out(roots, self.recorder.recorded(self._training_play(self.iteration), roots))
         for phase in ("generate", "step", "retrieve"):
             longest = max(part.seconds.get(phase, 0.0) for part in parts)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + longest
@@ -202,10 +204,12 @@ class LLMAlgorithm(Algorithm):
             refuse_shared_gpus(self.on_learners(lambda learner: learner.place()))
         self._check_roots()
         self.check_agents()
+        self.recorder = Recorder(self.config, self._storage, self.logdir)
         self._ahead = {}
         self._staleness = self._sync_bytes = 0
         self._dev: dict[str, float] = {}
         self._dev_start: dict[str, float] = {}
+        self._history: list[dict[str, float]] = []
         self._updates = 0
         self._seconds: dict[str, float] = {}
         self._tokens_generated = 0
@@ -225,12 +229,15 @@ class LLMAlgorithm(Algorithm):
             batch = self.make_batch(flat, credit)
         if self.config.sample_ahead:
             following = self.iteration + 1
-            self._ahead = self.pool.start(self._roots(following), self._training_play(following))
+            roots = self._roots(following)
+            self._ahead = self.pool.start(roots, self.recorder.recorded(self._training_play(following), roots))
         with self._clock("update"):
             update = self._update(batch, flat)
         self._updates = self.iteration + 1
         with self._clock("sync"):
             self._sync()
+        with self._clock("record"):
+            self.recorder.write("train", self._updates, trees, flat, credit)
         seconds = {**self._seconds, "total": time.perf_counter() - started}
         columns = results.summarise(
             trees,
@@ -255,12 +262,15 @@ class LLMAlgorithm(Algorithm):
         result = super().step()
         result.pop("evaluation", None)
         self._iteration_results["time"]["evaluate_s"] = self._seconds.get("evaluate", 0.0)
-        return {
-            **result,
+        columns = {
             **self._iteration_results,
             "dev": self._dev or results.NO_DEV,
             "dev_start": self._dev_start or results.NO_DEV,
         }
+        self._history.append({**numbers_by_path(columns), "training_iteration": self._updates})
+        for alert in new_alerts(self._history):
+            log.warning("iteration %d: %s. Try: %s.", self._updates, alert.message, alert.advice)
+        return {**result, **columns}
 
     def evaluate(self, parallel_train_future: Any = None) -> dict[str, float]:
         """Answers the dev roots greedily on the training runners; returns mean scores and the iteration they are of."""
@@ -268,8 +278,10 @@ class LLMAlgorithm(Algorithm):
             return {}
         with self._clock("evaluate"):
             count = min(self.num_dev_roots, self.config.evaluation_questions or self.num_dev_roots)
-            how = self._play(ONE_TRAJECTORY, 0.0, "dev", self.iteration)
-            trees = [tree for rollouts in self.pool.roll_out(range(count), how) for tree in rollouts.trees]
+            roots = range(count)
+            how = self.recorder.recorded(self._play(ONE_TRAJECTORY, 0.0, "dev", self.iteration), roots)
+            trees = [tree for rollouts in self.pool.roll_out(roots, how) for tree in rollouts.trees]
+            self._record_dev(trees)
         self._dev = {**results.mean_scores(trees, divisor=count), "iteration": self._updates, "questions": count}
         return self._dev
 
@@ -413,6 +425,12 @@ class LLMAlgorithm(Algorithm):
             self.pool.hand_over(Published(refs, self._updates))
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _record_dev(self, trees: Sequence[RolloutTree]) -> None:
+        flat = flatten(trees, self.agents)
+        shared = self._propagated(flat, flat.specific, np.random.default_rng(self.run_seed))
+        earned = {"reward": shared + flat.specific, "reward_shared": shared, "reward_specific": flat.specific}
+        self.recorder.write("dev", self._updates, trees, flat, earned)
 
     def _roots(self, iteration: int) -> list[int]:
         return deal_roots(self.run_seed, iteration, self.config.questions_per_iteration, self.num_roots)

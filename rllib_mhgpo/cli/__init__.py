@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from rllib_mhgpo import __version__
-from rllib_mhgpo.cli import evaluate, example, plan, train
+from rllib_mhgpo.cli import evaluate, example, plan, report, train, trees, watch
 from rllib_mhgpo.errors import MHGPOError
 
 
@@ -41,6 +41,9 @@ app.add_typer(train.app, name="train")
 app.add_typer(example.app, name="example")
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.command("trees", epilog=trees.EXAMPLES)(trees.trees)
+app.command("report", epilog=report.EXAMPLES)(report.report)
+app.command("watch", epilog=watch.EXAMPLES)(watch.watch)
 
 
 def _version(asked: bool) -> None:

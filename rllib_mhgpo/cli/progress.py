@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from rllib_mhgpo.alerts import new_alerts, numbers_by_path
+
 MOST_ROWS = 20
 GROWING = ("training_iteration", "time_total_s", "timesteps_total")
 EPISODE_RETURN = "env_runners/episode_return_mean"
@@ -29,6 +31,7 @@ class Row:
         name: what tells the trial from the others of its experiment.
         stop: the numbers at which the trial ends.
         saved: the iteration of the latest checkpoint.
+        history: the numbers of every iteration since the start or the resumption.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Row:
     latest: dict[str, float] = field(default_factory=dict)
     checkpoint: str = ""
     saved: int = 0
+    history: list[dict[str, float]] = field(default_factory=list)
     state: str = "starting"
 
     def add(self, result: Mapping[str, Any]) -> None:
@@ -140,9 +144,13 @@ class Progress(Callback):
         """Takes the numbers of one iteration and prints its line where nothing is updated in place."""
         row = self.row(trial)
         row.add(result)
+        row.history.append(numbers_by_path({key: value for key, value in result.items() if key != "config"}))
+        label = f"[{row.name}] " if len(trials) > 1 else ""
         if not self.live:
             cells = " | ".join(f"{heading} {text}" for heading, text in row.cells().items())
-            self.console.print(f"[{row.name}] {cells}" if len(trials) > 1 else cells, **PLAIN)
+            self.console.print(label + cells, **PLAIN)
+        for alert in new_alerts(row.history):
+            self.console.print(f"{label}alert: {alert.message}. Try: {alert.advice}.", **PLAIN)
 
     def on_checkpoint(self, iteration: int, trials: list[Any], trial: Any, checkpoint: Any, **info: Any) -> None:
         """Remembers which iteration is safe on disk, and where."""

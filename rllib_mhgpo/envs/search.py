@@ -231,7 +231,7 @@ class SearchEnv(TokenEnv):
         self.passages = dealt(found, self.top_k)
 
     def summary(self) -> dict[str, object]:
-        """Returns question, outputs, passages, choice, answer, golds and scores."""
+        """Returns question, outputs, passages, choice, supporting titles, answer, golds and scores."""
         return {
             "id": self.question.id,
             "question": self.question.question,
@@ -239,6 +239,7 @@ class SearchEnv(TokenEnv):
             "queries": list(self.queries),
             "passages": [passage._asdict() for passage in self.passages],
             "chosen": [self.passages[position].id for position in self.chosen],
+            "supporting": sorted({title for title, _ in self.question.supporting}),
             "answer": self.answer,
             "gold": list(self.question.answers),
             "scores": dict(self._scores),
