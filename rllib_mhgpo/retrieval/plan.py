@@ -1,17 +1,14 @@
 """What an index of so many passages will take: bytes on disk, bytes in memory, before anything is built.
 
-Pure arithmetic. The one idea: FAISS itself is asked what a vector takes in a factory's layout, by a small index of it.
+Pure arithmetic. The one idea: FAISS itself is asked what the code of a vector takes in a factory's layout.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import faiss
-import numpy as np
 
-from rllib_mhgpo.retrieval.approximate import num_lists, train_and_fill
-
-_PROBE = 4_096  # vectors of the small index
-_EXACT = "Flat"
+from rllib_mhgpo.retrieval.approximate import num_lists
 
 
 @dataclass(frozen=True)
@@ -48,21 +45,21 @@ def estimate(count: int, text_bytes: float, width: int, factory: str) -> Estimat
 
 
 def _index_bytes(count: int, width: int, factory: str) -> int:
-    """What the small index takes for its lists, once, and for each vector."""
-    if factory == _EXACT:
-        return 4 * count * width
-    lists = num_lists(factory)
-    small = factory.replace(f"IVF{lists}", "IVF16") if lists else factory
-    rows = np.random.default_rng(0).standard_normal((_PROBE, width)).astype(np.float32)
+    index = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
+    inner = faiss.downcast_index(index.index) if isinstance(index, faiss.IndexPreTransform) else index
+    words = inner.pq.ksub if hasattr(inner, "pq") else 0
+    once = 4 * width * (num_lists(factory) + words + (width if inner is not index else 0))
+    return count * _vector_bytes(inner) + once
 
-    def size(number: int) -> int:
-        index = train_and_fill(small, width, number, lambda: iter([rows[:number]]), 0)
-        return int(faiss.serialize_index(index).nbytes)
 
-    half, whole = size(_PROBE // 2), size(_PROBE)
-    each = (whole - half) / (_PROBE // 2)
-    once = max(0, whole - each * _PROBE) + 4 * width * max(0, lists - 16)
-    return round(count * each + once)
+def _vector_bytes(index: Any) -> int:
+    """What a vector takes: its code, and its id in an IVF, its links in an HNSW."""
+    if isinstance(index, faiss.IndexIVF):
+        return int(index.code_size) + 8
+    if isinstance(index, faiss.IndexHNSW):
+        links = index.hnsw.nb_neighbors(0) + index.hnsw.nb_neighbors(1) / (index.hnsw.nb_neighbors(1) - 1)
+        return int(faiss.downcast_index(index.storage).sa_code_size() + 4 * links + 12)
+    return int(index.sa_code_size())
 
 
 def readable(size: float) -> str:
