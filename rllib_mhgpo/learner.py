@@ -1,15 +1,16 @@
 """The learner: owns module, optimiser and micro-batches, and knows no loss.
 
-A batch comes with every advantage and every denominator already in it, so that the sum over micro-batches is the
-gradient of the whole. The algorithm's hook turns log-probabilities into the loss of a micro-batch.
+A batch comes with every advantage and every denominator already in it, so that the sum over micro-batches and learners
+is the gradient of the whole. The algorithm's hook turns log-probabilities into the loss of a micro-batch.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from numpy.typing import NDArray
 from ray.rllib.core import COMPONENT_OPTIMIZER, DEFAULT_MODULE_ID
@@ -21,106 +22,11 @@ from rllib_mhgpo.credit import along_trajectories
 from rllib_mhgpo.modules import LLMRLModule
 from rllib_mhgpo.modules.llm_module import response_logprobs
 from rllib_mhgpo.packing import micro_batches, rectangle, right_pad
+from rllib_mhgpo.sharding import Replica, ZeroShard, copy_weights, is_first, largest, leave_group, shard_frozen
 from rllib_mhgpo.spaces import Tokens
-from rllib_mhgpo.tree import Generation
+from rllib_mhgpo.train_batch import NOTHING, MicroBatch, TrainBatch
 
-
-@dataclass(frozen=True)
-class TrainBatch:
-    """B generations and what the loss needs to know of each.
-
-    Attributes:
-        prompts, responses: token ids, (P_i,) and (R_i,) each.
-        logprobs: of the responses when they were sampled, (R_i,) each.
-        advantages: one a response, (B,), or one a token, (R_i,) each.
-        weights: what one token weighs in its optimiser step's objective, (B,); 0 leaves a generation out.
-        steps: which optimiser step of an epoch a generation belongs to, (B,).
-        said: which tokens of each response the policy said, (R_i,) each, None where it said all.
-        values, returns: of a critic before the update, and its targets, (R_i,) each; empty without a critic.
-        critic_prompts: what the critic reads before each response; empty: the prompts.
-        previous: the row before each in its trajectory or -1, (B,), where roles are updated one after the other.
-    """
-
-    prompts: Sequence[Tokens]
-    responses: Sequence[Tokens]
-    logprobs: Sequence[NDArray[np.float32]]
-    advantages: NDArray[np.float64] | Sequence[NDArray[np.float64]]
-    weights: NDArray[np.float64]
-    steps: NDArray[np.int64]
-    said: Sequence[NDArray[np.bool_] | None] = ()
-    values: Sequence[NDArray[np.float64]] = ()
-    returns: Sequence[NDArray[np.float64]] = ()
-    critic_prompts: Sequence[Tokens] = ()
-    previous: NDArray[np.int64] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        generations: Sequence[Generation],
-        advantages: NDArray[np.float64] | Sequence[NDArray[np.float64]],
-        weights: NDArray[np.float64],
-        steps: NDArray[np.int64],
-        **more: Any,
-    ) -> "TrainBatch":
-        """Takes tokens and log-probabilities from generations."""
-        return cls(
-            prompts=[generation.prompt for generation in generations],
-            responses=[generation.response for generation in generations],
-            logprobs=[generation.logprobs for generation in generations],
-            advantages=advantages,
-            weights=weights,
-            steps=steps,
-            said=[generation.said for generation in generations],
-            **more,
-        )
-
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    @property
-    def with_advantage(self) -> NDArray[np.bool_]:
-        """Which responses have an advantage other than 0, (B,)."""
-        if isinstance(self.advantages, np.ndarray):
-            return np.asarray(self.advantages != 0)
-        return np.array([bool(np.any(values)) for values in self.advantages], dtype=bool)
-
-    def weighted(self, factors: NDArray[np.float64]) -> "TrainBatch":
-        """Returns the batch with every response's advantages multiplied by its factor, (B,)."""
-        if isinstance(self.advantages, np.ndarray):
-            return replace(self, advantages=self.advantages * factors)
-        return replace(self, advantages=[a * f for a, f in zip(self.advantages, factors, strict=True)])
-
-    def advantage_rows(self, rows: NDArray[np.int64], width: int) -> NDArray[np.float32]:
-        """Advantages of some responses, (b, 1) where they are the same for all tokens, else (b, width)."""
-        if isinstance(self.advantages, np.ndarray):
-            return self.advantages[rows].astype(np.float32)[:, None]
-        return right_pad([self.advantages[i].astype(np.float32) for i in rows], width)
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What a loss hook sees of b generations; tensors are (b, R) unless said otherwise, 0 past a response's end.
-
-    Attributes:
-        logp, entropy: of the policy being trained.
-        ref_logp: of the frozen reference, None where the loss does not use it.
-        old_logp: of the policy before the update: recorded at sampling, or recomputed by the learner.
-        engine_logp: recorded at sampling.
-        importance: truncated importance weight of learner over engine, 1 where it is off.
-        advantage: (b, 1) or (b, R).
-        weight: 0 on columns that carry no loss.
-        mask: True on response tokens that the policy said.
-    """
-
-    logp: Tensor
-    entropy: Tensor
-    ref_logp: Tensor | None
-    old_logp: Tensor
-    engine_logp: Tensor
-    importance: Tensor
-    advantage: Tensor
-    weight: Tensor
-    mask: Tensor
+ONE = np.zeros(1, dtype=np.int64)
 
 
 class LLMLearner(TorchLearner):
@@ -129,12 +35,34 @@ class LLMLearner(TorchLearner):
     def build(self) -> None:
         """Builds module, optimiser and, where the loss needs one, the frozen reference policy."""
         super().build()
-        self.reference = copy.deepcopy(self._policy().llm).requires_grad_(False) if self.config.uses_reference else None
-        self.num_updates = 0
+        self.num_updates = self.skipped_in_a_row = 0
+
+    def _make_modules_ddp_if_necessary(self) -> None:
+        """Makes of each model a replica or a shard; RLlib's DDP would average what has to be summed."""
+        config, policy = self.config, self._policy()
+        for module_id in self.module.keys():  # noqa: SIM118  # a MultiRLModule is no dict
+            if config.gradient_checkpointing:
+                self.module[module_id].checkpoint_gradients()
+        copied = config.uses_reference and policy.lora is None  # the reference of adapters is the model without them
+        self.reference = copy.deepcopy(policy.llm).requires_grad_(False) if copied else None
+        self.not_finite: list[int] = []
+        self.bad_micro_batches = 0
+        self.parallel: dict[str, Replica | ZeroShard] = {}
+        for module_id in self.module.keys():  # noqa: SIM118
+            model, optimizer = self.module[module_id].llm, self.get_optimizer(module_id)
+            self.parallel[module_id] = (
+                ZeroShard(model, optimizer, config.deepspeed, config.grad_clip, policy.dtype)
+                if config.zero_stage
+                else Replica(model, optimizer, config.grad_clip)
+            )
+        if config.zero_stage == 3 and self.reference is not None:
+            shard_frozen(self.reference, config.deepspeed, policy.dtype)
+        elif config.zero_stage and self.reference is not None:
+            self.reference.to(policy.dtype)
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """AdamW without weight decay."""
-        params = self.get_parameters(self._module[module_id])
+        params = [param for param in self.get_parameters(self._module[module_id]) if param.requires_grad]
         optimizer = torch.optim.AdamW(params, betas=(0.9, 0.999), weight_decay=0.0)
         self.register_optimizer(
             module_id=module_id,
@@ -147,6 +75,14 @@ class LLMLearner(TorchLearner):
         """Returns the learning rate or schedule of a module."""
         return config.lr
 
+    def apply(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function with this learner; an error reaches the caller and frees the learners that wait for it."""
+        try:
+            return func(self, *args, **kwargs)
+        except Exception:
+            leave_group()
+            raise
+
     def update(  # RLlib's many ways to hand over data are one here
         self, *, training_data: TrainingData, timesteps: dict[str, Any] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
@@ -154,8 +90,9 @@ class LLMLearner(TorchLearner):
 
         Returns:
             ``rows``: ``updated`` (B,), which rows were computed, and ``measured``, by name (B,) what the hook measured
-            before each row's first step; ``grad_norms``: one a step; ``skipped_steps``: how many had a gradient that
-            was not finite.
+            before each row's first step; ``grad_norms``: one a step; ``skipped_steps``: how many had a loss or a
+            gradient that was not finite, ``skipped_in_a_row``: the last of them; ``not_finite``: the rows of the
+            micro-batches with such a loss.
         """
         batch: TrainBatch = training_data.batch
         self._check_is_built()
@@ -163,17 +100,19 @@ class LLMLearner(TorchLearner):
         self._weights_seq_no += 1
         old_logprobs = self.logprobs(batch) if self.config.rollout_is_cap else batch.logprobs
         first_pass: dict[str, NDArray[np.float64]] = {}
+        self.not_finite = []
         norms, skipped = [], 0
         for epoch in range(self.config.num_epochs):
             factors = np.ones(len(batch))
-            for step in np.unique(batch.steps):
-                mine = batch.steps == step
+            for step in range(largest(int(batch.steps.max(initial=-1)) + 1, self._device)):
+                mine, self.bad_micro_batches = batch.steps == step, 0
                 rows = np.flatnonzero(mine & self.has_gradient(batch))
                 numbers = self.accumulate(batch.weighted(factors), rows, old_logprobs)
-                norm = self.step()
+                norm = self.step(is_empty=not largest(len(rows), self._device))
                 if batch.previous is not None:
                     factors *= np.exp(along_trajectories(self.log_ratios(batch, mine, old_logprobs), batch.previous))
                 skipped += norm is None
+                self.skipped_in_a_row = self.skipped_in_a_row + 1 if norm is None else 0
                 norms += [] if norm is None else [norm]
                 beside = np.flatnonzero(mine & (batch.weights != 0))
                 for computed, found in ((rows, numbers), (beside, self.step_beside(batch, beside))):
@@ -182,7 +121,13 @@ class LLMLearner(TorchLearner):
         self.after_gradient_based_update(timesteps=timesteps or {})
         self._refresh_reference()
         trained = {"updated": self.has_gradient(batch), "measured": first_pass}
-        return {"rows": trained, "grad_norms": norms, "skipped_steps": skipped}
+        return {
+            "rows": trained,
+            "grad_norms": norms,
+            "skipped_steps": skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "not_finite": self.not_finite,
+        }
 
     def step_beside(self, batch: TrainBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
         """Trains what is beside the policy (a critic) on the rows of a step; returns what was measured, as a hook."""
@@ -200,21 +145,42 @@ class LLMLearner(TorchLearner):
     ) -> dict[str, NDArray[np.float64]]:
         """Adds the gradient of these rows; returns what the hook measured, one number a row, by name."""
         numbers: dict[str, NDArray[np.float64]] = {}
-        for part in self._parts(batch, rows):
-            micro = self.forward(batch, rows[part], old_logprobs or batch.logprobs)
-            loss, measured = self.compute_loss_for_module(
-                module_id=DEFAULT_MODULE_ID, config=self.config, batch=micro, fwd_out={}
-            )
-            loss.backward()
-            for name, values in measured.items():
+        for part, is_last in self._in_step(self._parts(batch, rows)):
+            loss, measured = self._loss(batch, rows[part], old_logprobs or batch.logprobs)
+            if not torch.isfinite(loss):
+                self.bad_micro_batches += 1
+                self.not_finite += rows[part].tolist()
+                loss, _ = self._loss(batch, rows[:0], batch.logprobs)
+            self.parallel[DEFAULT_MODULE_ID].backward(loss, is_last)
+            for name, values in measured.items() if len(part) else ():
                 numbers.setdefault(name, np.zeros(len(rows)))[part] = values.double().cpu().numpy()
         return numbers
+
+    def _loss(
+        self, batch: TrainBatch, rows: NDArray[np.int64], old_logprobs: Sequence[NDArray[np.float32]]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the hook's loss of some rows; of none, the loss of a row that weighs nothing."""
+        micro = self.forward(batch, rows, old_logprobs) if len(rows) else self.forward(NOTHING, ONE, NOTHING.logprobs)
+        found: tuple[Tensor, dict[str, Tensor]] = self.compute_loss_for_module(
+            module_id=DEFAULT_MODULE_ID, config=self.config, batch=micro, fwd_out={}
+        )
+        return found
+
+    def _in_step(self, parts: list[NDArray[np.int64]]) -> Iterator[tuple[NDArray[np.int64], bool]]:
+        """Yields micro-batches and whether each is the last; where models are sharded, as many on every learner.
+
+        What is missing is empty.
+        """
+        count = largest(len(parts), self._device) if self.config.zero_stage else len(parts)
+        for number in range(count):
+            yield parts[number] if number < len(parts) else ONE[:0], number == count - 1
 
     def forward(
         self, batch: TrainBatch, rows: NDArray[np.int64], old_logprobs: Sequence[NDArray[np.float32]]
     ) -> MicroBatch:
         """Runs policy and reference on some rows."""
         tensors, mask = self._laid_out(batch, rows)
+        self._act_as(batch, rows)
         tensors["entropy_grad"] = getattr(self.config, "entropy_coeff", 0.0) > 0
         out = self.module[DEFAULT_MODULE_ID].forward_train(tensors)
         old = self._tensor(right_pad([old_logprobs[i] for i in rows], mask.shape[1]))
@@ -222,7 +188,7 @@ class LLMLearner(TorchLearner):
         return MicroBatch(
             logp=out["logp"].masked_fill(~mask, 0.0),
             entropy=out["entropy"].masked_fill(~mask, 0.0),
-            ref_logp=None if self.reference is None else self._logp(self.reference, tensors, mask),
+            ref_logp=self._reference_logp(tensors, mask) if self.config.uses_reference else None,
             old_logp=old,
             engine_logp=engine,
             importance=torch.exp(old - engine).clamp(max=self.config.rollout_is_cap or 1.0),
@@ -239,35 +205,30 @@ class LLMLearner(TorchLearner):
         self, batch: TrainBatch, mine: NDArray[np.bool_], old_logprobs: Sequence[NDArray[np.float32]]
     ) -> NDArray[np.float64]:
         """Returns how much likelier the present policy makes some responses: summed log-ratios, (B,), 0 elsewhere."""
-        ratios = np.zeros(len(batch))
-        for part in self._parts(batch, np.flatnonzero(mine)):
-            rows = np.flatnonzero(mine)[part]
-            tensors, mask = self._laid_out(batch, rows)
-            old = self._tensor(right_pad([old_logprobs[i] for i in rows], mask.shape[1]))
-            now = self._logp(self._policy().llm, tensors, mask)
-            ratios[rows] = ((now - old) * mask).sum(1).double().cpu().numpy()
+        ratios, rows = np.zeros(len(batch)), np.flatnonzero(mine)
+        for part, now, mask in self._passes(self._policy().llm, batch, rows):
+            old = right_pad([old_logprobs[i] for i in rows[part]], mask.shape[1])
+            ratios[rows[part]] = ((now - self._tensor(old)) * mask).sum(1).double().cpu().numpy()
         return ratios
 
     def reference_kl(self, batch: TrainBatch) -> NDArray[np.float64]:
         """Returns the sum over each response of ``log-probability when sampled - that of the reference``, (B,)."""
-        assert self.reference is not None
-        reference = self._all_logp(self.reference, batch)
+        with nullcontext() if self.reference is not None else self._policy().without_adapters():
+            reference = self._all_logp(self.reference or self._policy().llm, batch)
         said = batch.said or [None] * len(batch)
         differences = [mine - ref for mine, ref in zip(batch.logprobs, reference, strict=True)]
         return np.array([float((d if s is None else d[s]).sum()) for d, s in zip(differences, said, strict=True)])
 
-    def step(self, module_id: str = DEFAULT_MODULE_ID) -> float | None:
-        """Clips a module's gradient and steps its optimiser; returns the gradient's norm, None when it was not finite.
+    def step(self, module_id: str = DEFAULT_MODULE_ID, is_empty: bool = False) -> float | None:
+        """Makes a module's optimiser step; returns the gradient's norm, None when a loss or it was not finite.
 
-        A gradient that is not finite changes nothing, and neither does one that is zero throughout.
+        A step of which one micro-batch had no finite loss is not made on any learner.
         """
-        optimizer = self.get_optimizer(module_id)
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = float(torch.nn.utils.clip_grad_norm_(params, self.config.grad_clip or float("inf")))
-        if 0.0 < norm < float("inf"):
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return norm if np.isfinite(norm) else None
+        parallel = self.parallel[module_id]
+        if largest(self.bad_micro_batches, self._device):
+            parallel.forget()
+            return None
+        return 0.0 if is_empty else parallel.step()
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Adds the reference policy where it moves; otherwise it is the policy that the run began with."""
@@ -285,12 +246,60 @@ class LLMLearner(TorchLearner):
         if "reference" in state and self.reference is not None:
             self.reference.load_state_dict(state["reference"])
 
+    def _get_optimizer_state(self) -> dict[str, Any]:
+        """Nothing where optimisers are sharded: a checkpoint has every learner's :meth:`shards` instead."""
+        return {} if self.config.zero_stage else dict(super()._get_optimizer_state())
+
+    def shards(self) -> dict[str, NDArray[Any]]:
+        """Returns this learner's parts of the sharded optimisers, by module and name."""
+        return {
+            f"{module_id}.{name}": array
+            for module_id, parallel in self.parallel.items()
+            if isinstance(parallel, ZeroShard)
+            for name, array in parallel.state().items()
+        }
+
+    def set_shards(self, shards: Mapping[str, NDArray[Any]]) -> None:
+        """Takes what :meth:`shards` returned on this learner."""
+        for module_id, parallel in self.parallel.items():
+            if isinstance(parallel, ZeroShard):
+                start = f"{module_id}."
+                mine = {name.removeprefix(start): shards[name] for name in shards if name.startswith(start)}
+                parallel.load_state(mine)
+
+    def publish(self, bytes_at_once: int = 1 << 26) -> tuple[list[ray.ObjectRef], int]:
+        """Puts the policy's weights into the object store, a few layers at a time; returns references and bytes.
+
+        Collective: sharded parameters are gathered one by one. Only the first learner has something to return.
+        """
+        refs: list[ray.ObjectRef] = []
+        chunk: dict[str, NDArray[Any]] = {}
+        total = held = 0
+        for name, array in self._policy().weights():
+            if is_first():
+                chunk[name] = array
+                total, held = total + array.nbytes, held + array.nbytes
+            if held >= bytes_at_once:
+                refs.append(ray.put(chunk))
+                chunk, held = {}, 0
+        return ([*refs, ray.put(chunk)] if chunk else refs), total
+
+    def gather(self) -> None:
+        """Makes the first learner hold sharded models whole, until :meth:`release`; collective."""
+        for module_id in self.module.keys():  # noqa: SIM118
+            self.module[module_id].gather(keep=is_first())
+
+    def release(self) -> None:
+        """Drops what :meth:`gather` holds."""
+        for module_id in self.module.keys():  # noqa: SIM118
+            self.module[module_id].gathered = {}
+
     def _refresh_reference(self) -> None:
         """Makes the policy its own reference, every ``reference_refresh`` updates."""
         self.num_updates += 1
         every = self.config.reference_refresh
         if self.reference is not None and every and self.num_updates % every == 0:
-            self.reference.load_state_dict(self._policy().llm.state_dict())
+            copy_weights(self._policy().llm, self.reference)
 
     def _policy(self) -> LLMRLModule:
         policy: LLMRLModule = self.module[DEFAULT_MODULE_ID]
@@ -299,10 +308,20 @@ class LLMLearner(TorchLearner):
     def _parts(
         self, batch: TrainBatch, rows: NDArray[np.int64], prompts: Sequence[Tokens] = ()
     ) -> list[NDArray[np.int64]]:
+        """Cuts rows into micro-batches; where agents have adapters of their own, of one agent each."""
         prompts = prompts or batch.prompts
         prompt_lengths = np.array([len(prompts[i]) for i in rows], dtype=np.int64)
         response_lengths = np.array([len(batch.responses[i]) for i in rows], dtype=np.int64)
-        return micro_batches(prompt_lengths, response_lengths, self.config.max_tokens_per_microbatch)
+        if not (self.config.lora or {}).get("adapters"):
+            return micro_batches(prompt_lengths, response_lengths, self.config.max_tokens_per_microbatch)
+        agents = np.array([batch.agents[i] for i in rows])
+        return [
+            mine[part]
+            for mine in (np.flatnonzero(agents == agent) for agent in self.config.lora["adapters"])
+            for part in micro_batches(
+                prompt_lengths[mine], response_lengths[mine], self.config.max_tokens_per_microbatch
+            )
+        ]
 
     def _laid_out(
         self, batch: TrainBatch, rows: NDArray[np.int64], prompts: Sequence[Tokens] = ()
@@ -332,11 +351,33 @@ class LLMLearner(TorchLearner):
                 ~mask, 0.0
             )
 
+    def _reference_logp(self, tensors: Mapping[str, Any], mask: Tensor) -> Tensor:
+        """Log-probabilities of the policy that the run began with."""
+        if self.reference is not None:
+            return self._logp(self.reference, tensors, mask)
+        with self._policy().without_adapters():
+            return self._logp(self._policy().llm, tensors, mask)
+
+    def _act_as(self, batch: TrainBatch, rows: NDArray[np.int64]) -> None:
+        """Turns to the adapter of the agent whose rows these are."""
+        if batch.agents and len(rows):
+            self._policy().act_as(batch.agents[rows[0]])
+
+    def _passes(
+        self, llm: torch.nn.Module, batch: TrainBatch, rows: NDArray[np.int64]
+    ) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]:
+        """Yields, a micro-batch at a time, which of the rows, their log-probabilities and mask, (b, R)."""
+        for part, _ in self._in_step(self._parts(batch, rows)):
+            tensors, mask = self._laid_out(batch, rows[part]) if len(part) else self._laid_out(NOTHING, ONE)
+            self._act_as(batch, rows[part])
+            logp = self._logp(llm, tensors, mask)
+            if len(part):
+                yield part, logp, mask
+
     def _all_logp(self, llm: torch.nn.Module, batch: TrainBatch) -> list[NDArray[np.float32]]:
         result: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch)
-        for part in self._parts(batch, np.arange(len(batch))):
-            logp = self._logp(llm, *self._laid_out(batch, part)).cpu().numpy()
-            for row, values in zip(part.tolist(), logp, strict=True):
+        for part, logp, _ in self._passes(llm, batch, np.arange(len(batch))):
+            for row, values in zip(part.tolist(), logp.cpu().numpy(), strict=True):
                 result[row] = values[: len(batch.responses[row])]
         return result
 

@@ -73,3 +73,32 @@ def micro_batches(prompt_lengths: Ints, response_lengths: Ints, max_tokens: int)
             prompt_width, response_width = int(prompt_lengths[row]), int(response_lengths[row])
         batches[-1].append(row)
     return [np.array(rows, dtype=np.int64) for rows in batches]
+
+
+def balanced_shards(tokens: Ints, groups: Ints, steps: Ints, count: int) -> list[Ints]:
+    """Deals rows to ``count`` learners so that each has about as many tokens in every optimiser step.
+
+    Rows of one group stay together; a group goes where least is, the largest first. A shard may be empty.
+
+    Args:
+        tokens, groups, steps: of each row, (B,).
+
+    Returns:
+        Index arrays that partition 0..B-1, one a learner.
+
+    >>> tokens, one = np.array([5, 4, 3, 2]), np.zeros(4, dtype=np.int64)
+    >>> [shard.tolist() for shard in balanced_shards(tokens, np.arange(4), one, 2)]
+    [[0, 3], [1, 2]]
+    """
+    _, group = np.unique(groups, return_inverse=True)
+    size = np.bincount(group, weights=tokens)
+    first_step = np.full(len(size), np.iinfo(np.int64).max)
+    np.minimum.at(first_step, group, steps)
+    owner = np.zeros(len(size), dtype=np.int64)
+    for step in np.unique(first_step):
+        load = np.zeros(count)
+        mine = np.flatnonzero(first_step == step)
+        for one in mine[np.argsort(-size[mine], kind="stable")]:
+            owner[one] = load.argmin()
+            load[owner[one]] += size[one]
+    return [np.flatnonzero(owner[group] == learner) for learner in range(count)]

@@ -4,8 +4,8 @@ Without remote runners and learners it shares the learner's module, so that weig
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -36,6 +36,19 @@ class Rollouts:
         self.trees, self.seconds, self.weights_seq_no = trees, seconds, weights_seq_no
 
 
+@dataclass(frozen=True)
+class Published:
+    """Weights on their way from the learners to the runners.
+
+    Attributes:
+        refs: of dictionaries of arrays by name, in Ray's object store.
+        version: number of updates that made them.
+    """
+
+    refs: Sequence[ray.ObjectRef]
+    version: int
+
+
 class LLMEnvRunner(EnvRunner, Checkpointable):
     """Plays any AEC environment whose agents read and write tokens; knows no strategy."""
 
@@ -64,6 +77,8 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         """Samples from this module from now on."""
         self.module = module
         settings = {"tokenizer": module.tokenizer, **self.config.engine_config}
+        if (self.config.lora or {}).get("adapters"):
+            settings["act_as"] = module.act_as
         self.engine = HFEngine(module.llm, module.eos_ids, module.dtype, **settings)
 
     def rollout(self, roots: Sequence[int], how: Play) -> Rollouts:
@@ -76,6 +91,17 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         seconds["retrieve"] = timings.get("retrieve_s", 0.0) - retrieved
         seconds["total"] = time.perf_counter() - started
         return Rollouts(trees, seconds, self.weights_seq_no)
+
+    def receive(self, published: Published) -> None:
+        """Takes new weights, a few layers at a time."""
+        assert self.module is not None, "the runner has no policy yet"
+        for ref in published.refs:
+            self.module.take_weights(ray.get(ref))
+        self.weights_seq_no = published.version
+
+    def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function with this runner; an error reaches the caller, where RLlib would end the process."""
+        return func(self, *args, **kwargs)
 
     def num_roots(self, split: str) -> int:
         """Returns how many root inputs a split has; without a word, many train roots and no others."""

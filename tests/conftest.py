@@ -1,6 +1,9 @@
 """Fixtures that tests share: a toy policy and its questions on disk, one Ray session."""
 
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: as many threads as Ray's actors have, so sums are equal
+
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,8 @@ import torch
 
 from rllib_mhgpo.credit import gae, group_advantages, propagate
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
-from rllib_mhgpo.learner import TrainBatch
 from rllib_mhgpo.sampling import ForkOnFirst, Options
+from rllib_mhgpo.train_batch import TrainBatch
 from rllib_mhgpo.tree import flatten
 from rllib_mhgpo.waves import Play, play
 from tests.test_learner import make_learner

@@ -11,8 +11,8 @@ from ray.rllib.core.learner.training_data import TrainingData
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.algorithms.objective import PolicyLearner
 from rllib_mhgpo.credit import token_weights
-from rllib_mhgpo.learner import TrainBatch
 from rllib_mhgpo.packing import micro_batches, rectangle
+from rllib_mhgpo.train_batch import TrainBatch
 from tests.toys import save_toy
 
 LENGTHS = [(3, 2), (30, 5), (7, 1), (12, 9), (3, 4), (25, 3)]

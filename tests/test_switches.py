@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rllib_mhgpo.algorithms.mhgpo import MHGPO
-from rllib_mhgpo.learner import TrainBatch
+from rllib_mhgpo.train_batch import TrainBatch
 from rllib_mhgpo.tree import flatten
 from tests.rig import equal, row, weights
 from tests.toys import PROMPTS

@@ -175,7 +175,7 @@ def test_retrieved_tokens_have_no_gradient(grpo: Callable[..., GRPO]) -> None:
     """Garbage in the recorded log-probabilities of inserted tokens changes no gradient; their weights are 0."""
     import torch
 
-    from rllib_mhgpo.learner import TrainBatch
+    from rllib_mhgpo.train_batch import TrainBatch
 
     algorithm = grpo(kl_beta=0.1)
     learner = algorithm.learner_group._learner

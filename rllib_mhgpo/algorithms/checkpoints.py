@@ -7,10 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
 from rllib_mhgpo.errors import CheckpointError
 
 POLICY = Path("learner_group/learner/rl_module/default_policy")
 """Where the Hugging Face folder of the policy lies in a checkpoint."""
+
+SHARDS = Path("optimizer_shards")
+"""Where a checkpoint has the parts of optimisers that are spread over learners."""
 
 
 def whole_or_absent(save: Callable[..., str], path: str | Path | None, **kwargs: Any) -> str:
@@ -41,6 +48,35 @@ def whole_or_absent(save: Callable[..., str], path: str | Path | None, **kwargs:
             f"{place}: the checkpoint cannot be written: {error}. Nothing was left behind."
         ) from error
     return str(place)
+
+
+def write_shard(folder: Path, learner: int, shard: dict[str, NDArray[Any]]) -> None:
+    """Writes one learner's part of the sharded optimisers."""
+    (folder / SHARDS).mkdir(exist_ok=True)
+    save_file(shard, folder / SHARDS / f"learner_{learner}.safetensors")
+
+
+def read_shard(folder: Path, learner: int) -> dict[str, NDArray[Any]]:
+    """Reads what :func:`write_shard` wrote."""
+    file = folder / SHARDS / f"learner_{learner}.safetensors"
+    try:
+        return dict(load_file(file))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file}: the optimiser's shard cannot be read: {error}.") from error
+
+
+def check_shards(folder: Path, learners: int) -> None:
+    """Refuses a checkpoint that another number of learners wrote.
+
+    Raises:
+        CheckpointError: both numbers.
+    """
+    found = len(list((folder / SHARDS).glob("learner_*.safetensors")))
+    if found != learners:
+        raise CheckpointError(
+            f"{folder}: expected optimiser shards of {learners} learners (num_learners), found those of {found}; "
+            "restore with as many learners as wrote it, or start a new run from its policy folder with `llm`."
+        )
 
 
 def _may_be_replaced(place: Path) -> bool:

@@ -18,12 +18,14 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from rllib_mhgpo.algorithms.registration import check_environment, import_named, make_environment, register
 from rllib_mhgpo.credit import AGGREGATIONS
 from rllib_mhgpo.errors import ConfigError, did_you_mean
+from rllib_mhgpo.llms.lora import lora_settings
 from rllib_mhgpo.runner import LLMEnvRunner
 from rllib_mhgpo.sampling import STRATEGIES
 
 USED_RLLIB_KEYS = {
     "env", "env_config", "lr", "grad_clip", "num_epochs", "seed", "callbacks", "callbacks_class", "num_env_runners",
-    "num_cpus_per_env_runner", "num_gpus_per_env_runner", "custom_resources_per_env_runner", "num_learners",
+    "num_cpus_per_env_runner", "num_gpus_per_env_runner", "custom_resources_per_env_runner", "sample_timeout_s",
+    "num_learners", "num_cpus_per_learner", "num_gpus_per_learner", "custom_resources_per_learner",
     "num_cpus_for_main_process", "placement_strategy", "evaluation_interval", "log_level", "framework", "framework_str",
 }  # fmt: skip
 
@@ -40,6 +42,8 @@ RLLIB_TYPES: dict[str, Any] = {
     "num_epochs": Tokens,
     "seed": Count | None,
     "num_env_runners": Count,
+    "num_learners": Count,
+    "sample_timeout_s": Number,
     "evaluation_interval": Count | None,
     "num_cpus_for_main_process": Tokens,
 }
@@ -55,6 +59,20 @@ class LLMConfig(AlgorithmConfig):
     )
     engine: Annotated[Literal["hf"], Field(description="what generates")] = "hf"
     engine_config: Annotated[dict[str, Any], Field(description="passed to the engine")] = {}  # noqa: RUF012  # copied
+    lora: Annotated[
+        dict[str, Any] | None,
+        Field(description="train adapters alone: rank, alpha, target_modules, adapters (agents with one of their own)"),
+    ] = None
+    gradient_checkpointing: Annotated[
+        bool, Field(description="compute activations again in the backward pass instead of keeping them")
+    ] = False
+    deepspeed: Annotated[
+        dict[str, Any] | None,
+        Field(description="zero_stage (0 to 3), offload_optimizer, offload_param, config (any key of DeepSpeed)"),
+    ] = None
+    sample_ahead: Annotated[
+        int, Field(ge=0, le=1, description="1: sample the next batch while this one is learned from")
+    ] = 0
     temperature: Annotated[float, Field(gt=0, description="of sampling and of the log-probabilities")] = 1.0
     max_prompt_tokens: Annotated[
         int | None, Field(ge=1, description="longest prompt; null: what responses leave of the context")
@@ -120,6 +138,11 @@ class LLMConfig(AlgorithmConfig):
     sequential_updates: Annotated[
         bool, Field(description="one optimiser step a role, in random order, weighted by earlier roles' ratios (HAPPO)")
     ] = False
+    max_skipped_steps: Annotated[
+        int, Field(ge=1, description="optimiser steps in a row without a finite loss and gradient that stop the run")
+    ] = 8
+    max_kl: Annotated[float | None, Field(gt=0, description="KL to the reference above which the run stops")] = None
+    min_entropy: Annotated[float | None, Field(gt=0, description="entropy a token below which the run stops")] = None
     train_agents: Annotated[list[str] | None, Field(description="roles to train, all when null")] = None
 
     def __init__(self, algo_class: Any = None) -> None:
@@ -130,6 +153,7 @@ class LLMConfig(AlgorithmConfig):
         self.lr, self.grad_clip, self.num_epochs = 1e-6, 1.0, 1
         self.evaluation_interval = 5
         self.num_cpus_for_main_process = 1
+        self.sample_timeout_s = 1800.0
         self.create_local_env_runner = False
         self.restart_failed_env_runners = False
         self._dont_auto_sync_env_runner_states = True
@@ -138,6 +162,11 @@ class LLMConfig(AlgorithmConfig):
     def shares_module(self) -> bool:
         """True when runner and learner live in one process and use one module."""
         return bool(self.num_env_runners == 0 and self.num_learners == 0)
+
+    @property
+    def zero_stage(self) -> int:
+        """How much DeepSpeed spreads over the learners: 1 optimiser states, 2 gradients too, 3 parameters too."""
+        return int((self.deepspeed or {}).get("zero_stage", 0))
 
     @property
     def uses_reference(self) -> bool:
@@ -238,8 +267,13 @@ class LLMConfig(AlgorithmConfig):
         check_environment(self.env, self.env_config)
         if not isinstance(self.lr, list) and not (isinstance(self.lr, int | float) and 0 <= self.lr < float("inf")):
             raise ConfigError(f"config: lr: expected a number of at least 0 or a schedule, found {self.lr!r}.")
-        if self.num_learners:
-            raise ConfigError(f"config: num_learners: expected 0 (a local learner), found {self.num_learners}.")
+        self._check_scale()
+        if self.lora is not None:
+            self.lora = lora_settings(self.lora)
+            if self.reference_refresh:
+                raise ConfigError("config: reference_refresh: with lora the reference is the model without adapters.")
+            if self.zero_stage and self.lora["adapters"]:
+                raise ConfigError("config: lora.adapters: agents' own adapters cannot be sharded; leave deepspeed out.")
         if (self.minibatch_questions or 0) > self.questions_per_iteration:
             raise ConfigError(
                 f"config: minibatch_questions: expected at most questions_per_iteration = "
@@ -251,6 +285,8 @@ class LLMConfig(AlgorithmConfig):
             raise ConfigError(f"config: fork_probs: expected a sum of 1, found {sum(self.fork_probs)}.")
         if self.rollout_strategy == "rr" and min(self.fork_probs) < 0:
             raise ConfigError(f"config: fork_probs: expected no number below 0, found {self.fork_probs}.")
+        if self.max_kl is not None and self.kl_beta == 0:
+            raise ConfigError("config: max_kl: expected a kl_beta above 0, without which there is no reference.")
         if self.kl_in_reward and self.kl_beta == 0:
             raise ConfigError(
                 "config: kl_in_reward: expected a kl_beta above 0, found 0; raise it, or leave the KL out."
@@ -261,6 +297,31 @@ class LLMConfig(AlgorithmConfig):
                 f"config: fork_counts: expected numbers of at least 1, one of them at least 2; found {self.fork_counts}"
             )
         super().validate()
+
+    def _check_scale(self) -> None:
+        keys = ("zero_stage", "offload_optimizer", "offload_param", "config")
+        given = self.deepspeed or {}
+        strangers = [key for key in given if key not in keys]
+        if strangers:
+            hint = did_you_mean(strangers[0], keys)
+            raise ConfigError(f"config: deepspeed: expected keys of {list(keys)}, found {strangers[0]!r}.{hint}")
+        if given and given.get("zero_stage") not in (0, 1, 2, 3):
+            raise ConfigError(
+                f"config: deepspeed.zero_stage: expected 0, 1, 2 or 3, found {given.get('zero_stage')!r}."
+            )
+        if self.zero_stage and not self.num_learners:
+            raise ConfigError(
+                f"config: deepspeed: zero_stage {self.zero_stage} needs learners to spread over; set num_learners to "
+                "the number of GPUs, or to 1 to offload from one."
+            )
+        if len(given) > 1 and not self.zero_stage:
+            raise ConfigError("config: deepspeed: offloading and DeepSpeed's own keys need a zero_stage of 1 to 3.")
+        if self.sample_ahead and not self.num_env_runners:
+            raise ConfigError("config: sample_ahead: expected num_env_runners of at least 1, found 0.")
+        if self.sample_ahead and self.rollout_is_cap is None:
+            raise ConfigError(
+                "config: sample_ahead: what is sampled ahead comes from older weights; set rollout_is_cap, such as 2.0."
+            )
 
     def as_json(self) -> dict[str, Any]:
         """Returns this package's keys and the environment as JSON-like values that :meth:`check` takes."""
@@ -277,7 +338,7 @@ class LLMConfig(AlgorithmConfig):
         """The language model as RLModule."""
         from rllib_mhgpo.modules import LLMRLModule
 
-        settings = {"llm": self.llm, "dtype": self.dtype, "temperature": self.temperature}
+        settings = {"llm": self.llm, "dtype": self.dtype, "temperature": self.temperature, "lora": self.lora}
         return RLModuleSpec(module_class=LLMRLModule, model_config=settings)
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import resolve_algorithm
 from rllib_mhgpo.engines import Cast, Engine, HFEngine
 from rllib_mhgpo.errors import CheckpointError, ConfigError
-from rllib_mhgpo.llms import context_length, eos_ids, load_model, load_tokenizer
+from rllib_mhgpo.llms import context_length, eos_ids, load_model, load_tokenizer, lora
 from rllib_mhgpo.sampling import ONE_TRAJECTORY
 from rllib_mhgpo.tree import RolloutTree
 from rllib_mhgpo.waves import Play, play
@@ -109,8 +110,11 @@ def assemble(config: LLMConfig, llm: str) -> System:
 
 def _engine(llm: str, config: LLMConfig) -> HFEngine:
     model, tokenizer = load_model(llm), load_tokenizer(llm)
-    settings = {"tokenizer": tokenizer, **config.engine_config}
-    return HFEngine(model, eos_ids(model, tokenizer), getattr(torch, config.dtype), **settings)
+    settings, ends = {"tokenizer": tokenizer, **config.engine_config}, eos_ids(model, tokenizer)
+    if (config.lora or {}).get("adapters") and (Path(llm) / lora.FOLDER).is_dir():
+        model = lora.load_adapters(model, config.lora, Path(llm))
+        settings["act_as"] = partial(lora.activate, model)
+    return HFEngine(model, ends, getattr(torch, config.dtype), **settings)
 
 
 def find_checkpoint(path: Path) -> Path:

@@ -3,33 +3,39 @@
 A subclass says how rewards become advantages; nothing else differs.
 """
 
+import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
+from ray.exceptions import RayActorError, RayError
 from ray.rllib.algorithms.algorithm import Algorithm
-from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
 
 from rllib_mhgpo.algorithms import results
-from rllib_mhgpo.algorithms.checkpoints import whole_or_absent
+from rllib_mhgpo.algorithms.checkpoints import check_shards, read_shard, whole_or_absent, write_shard
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import import_named
+from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
 from rllib_mhgpo.credit import AGGREGATIONS, propagate, token_weights
 from rllib_mhgpo.errors import ConfigError, MHGPOError
-from rllib_mhgpo.learner import TrainBatch
-from rllib_mhgpo.runner import LLMEnvRunner, Rollouts
+from rllib_mhgpo.packing import balanced_shards
+from rllib_mhgpo.runner import Published
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
+from rllib_mhgpo.train_batch import TrainBatch
 from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
 from rllib_mhgpo.waves import Play
 
 STATE = "llm_algorithm"
+log = logging.getLogger(__name__)
 Credit = dict[str, NDArray[Any]]
 
 
@@ -37,6 +43,9 @@ class LLMAlgorithm(Algorithm):
     """The common part of all algorithms of this package."""
 
     config: LLMConfig
+    _ahead: Deals
+    _updates: int
+    _tokens_generated: int
 
     # --- what a subclass gives -----------------------------------------------------------------------------------
 
@@ -50,8 +59,7 @@ class LLMAlgorithm(Algorithm):
 
     def sample_trees(self) -> list[RolloutTree]:
         """Samples this iteration's trees, one a root."""
-        roots = deal_roots(self.run_seed, self.iteration, self.config.questions_per_iteration, self.num_roots)
-        trees = self.roll_out(roots)
+        trees = self.roll_out(self._roots(self.iteration))
         if not any(tree.generations for tree in trees):
             raise MHGPOError(
                 f"iteration {self.iteration + 1}: every rollout was voided; the first: "
@@ -80,15 +88,19 @@ class LLMAlgorithm(Algorithm):
         if strangers or config.train_agents == []:
             raise ConfigError(f"config: train_agents: expected some of {self.agents}, found {config.train_agents}.")
 
-    def strategy(self) -> Strategy:
-        """Where this iteration's rollouts fork."""
+        adapters = (config.lora or {}).get("adapters")
+        if adapters is not None and sorted(adapters) != sorted(self.agents):
+            raise ConfigError(f"config: lora.adapters: expected the agents {self.agents}, found {adapters}.")
+
+    def strategy(self, iteration: int) -> Strategy:
+        """Where an iteration's rollouts fork."""
         config = self.config
         options = Options(
             group_size=config.group_size,
             num_agents=len(self.agents),
             fork_probs=tuple(config.fork_probs),
             fork_counts=None if config.fork_counts is None else tuple(config.fork_counts),
-            seed=(self.run_seed, self.iteration),
+            seed=(self.run_seed, iteration),
         )
         build: Callable[[Options], Strategy] = import_named("rollout_strategy", config.rollout_strategy, STRATEGIES)
         return build(options)
@@ -128,13 +140,40 @@ class LLMAlgorithm(Algorithm):
 
     def roll_out(self, roots: Sequence[int]) -> list[RolloutTree]:
         """Plays training roots by this iteration's strategy on all runners; returns their trees, in order."""
-        parts = self._roll_out(roots, self._play(self.strategy(), self.config.temperature, "train"))
+        if self._ahead:
+            parts, self._ahead = self.pool.finish(self._ahead), {}
+        else:
+            parts = self.pool.roll_out(roots, self._training_play(self.iteration))
         for phase in ("generate", "step", "retrieve"):
             longest = max(part.seconds.get(phase, 0.0) for part in parts)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + longest
+        self._staleness = self._updates - parts[0].weights_seq_no if self.config.num_env_runners else 0
         trees = {tree.root: tree for part in parts for tree in part.trees}
         self._tokens_generated += sum(g.num_tokens for tree in trees.values() for g in tree.generations)
         return [trees[root] for root in roots]
+
+    def _guard(self, columns: dict[str, Any], update: dict[str, Any], culprits: list[tuple[int, str]]) -> None:
+        """Warns of skipped steps and stops a run that is lost.
+
+        Raises:
+            MHGPOError: too many skipped steps in a row, the KL or the entropy beyond the bound that was set.
+        """
+        config, where = self.config, f"iteration {self.iteration + 1}"
+        if update["skipped_steps"]:
+            named = ", ".join(f"question {root} ({agent})" for root, agent in culprits[:4])
+            among = f"; the loss was not finite in a micro-batch with {named}" if named else ""
+            log.warning("%s: %d optimiser steps skipped: no finite gradient%s.", where, update["skipped_steps"], among)
+        if update["skipped_in_a_row"] >= config.max_skipped_steps:
+            raise MHGPOError(
+                f"{where}: {update['skipped_in_a_row']} optimiser steps in a row had no finite gradient; the weights "
+                "are those before. Go on from the last checkpoint with a lower lr, or look at rewards and model files."
+            )
+        if config.max_kl is not None and columns["kl"] > config.max_kl:
+            raise MHGPOError(f"{where}: KL to the reference {columns['kl']:.4g} is above max_kl = {config.max_kl:g}.")
+        if config.min_entropy is not None and columns["entropy"] < config.min_entropy:
+            raise MHGPOError(
+                f"{where}: entropy {columns['entropy']:.4g} is below min_entropy = {config.min_entropy:g}."
+            )
 
     # --- RLlib's life of an algorithm ----------------------------------------------------------------------------
 
@@ -144,10 +183,13 @@ class LLMAlgorithm(Algorithm):
         self.run_seed = secrets.randbits(31) if self.config.seed is None else int(self.config.seed)
         if self.config.shares_module:
             self.env_runner.share_module(self.learner_group._learner.module["default_policy"])
-        facts = self._first_runner(lambda r: (list(r.env.possible_agents), r.num_roots("train"), r.num_roots("dev")))
+        self.pool = RunnerPool(self.env_runner_group, self.config.sample_timeout_s)
+        facts = self.pool.first(lambda r: (list(r.env.possible_agents), r.num_roots("train"), r.num_roots("dev")))
         self.agents, self.num_roots, self.num_dev_roots = facts
         self._check_roots()
         self.check_agents()
+        self._ahead = {}
+        self._staleness = self._sync_bytes = 0
         self._dev: dict[str, float] = {}
         self._dev_start: dict[str, float] = {}
         self._updates = 0
@@ -167,16 +209,14 @@ class LLMAlgorithm(Algorithm):
             flat = flatten(trees, self.agents)
             credit = self.assign_credit(flat)
             batch = self.make_batch(flat, credit)
+        if self.config.sample_ahead:
+            following = self.iteration + 1
+            self._ahead = self.pool.start(self._roots(following), self._training_play(following))
         with self._clock("update"):
-            (update,) = self.learner_group.update(
-                training_data=TrainingData(batch=batch), timesteps=self._timesteps(len(flat.generations))
-            )
-        with self._clock("sync"):
-            if not self.config.shares_module:
-                self.env_runner_group.sync_weights(
-                    policies=[DEFAULT_MODULE_ID], from_worker_or_learner_group=self.learner_group
-                )
+            update = self._update(batch, flat)
         self._updates = self.iteration + 1
+        with self._clock("sync"):
+            self._sync()
         seconds = {**self._seconds, "total": time.perf_counter() - started}
         columns = results.summarise(
             trees,
@@ -186,7 +226,15 @@ class LLMAlgorithm(Algorithm):
             seconds,
             self._tokens_generated,
         )
-        self._iteration_results = merged(columns, self.more_columns(flat, credit, update))
+        self._guard(
+            columns, update, [(trees[flat.tree[row]].root, flat.generations[row].agent) for row in update["not_finite"]]
+        )
+        scale = {
+            "staleness": self._staleness,
+            "num_replaced_runners": self.pool.num_replaced,
+            "sync_mb": self._sync_bytes / 1e6,
+        }
+        self._iteration_results = merged({**columns, **scale}, self.more_columns(flat, credit, update))
 
     def step(self) -> dict[str, Any]:
         """One iteration's results: RLlib's own, and the columns of docs/metrics.md."""
@@ -206,8 +254,8 @@ class LLMAlgorithm(Algorithm):
             return {}
         with self._clock("evaluate"):
             count = min(self.num_dev_roots, self.config.evaluation_questions or self.num_dev_roots)
-            how = self._play(ONE_TRAJECTORY, temperature=0.0, split="dev")
-            trees = [tree for rollouts in self._roll_out(range(count), how) for tree in rollouts.trees]
+            how = self._play(ONE_TRAJECTORY, 0.0, "dev", self.iteration)
+            trees = [tree for rollouts in self.pool.roll_out(range(count), how) for tree in rollouts.trees]
         self._dev = {**results.mean_scores(trees, divisor=count), "iteration": self._updates, "questions": count}
         return self._dev
 
@@ -237,38 +285,105 @@ class LLMAlgorithm(Algorithm):
 
     def save_to_path(self, path: Any = None, **kwargs: Any) -> str:
         """Writes a checkpoint, whole or not at all."""
-        return whole_or_absent(super().save_to_path, path, **kwargs)
+        if self.config.zero_stage == 3:
+            self.on_learners(lambda learner: learner.gather())
+        try:
+            return whole_or_absent(self._save, path, **kwargs)
+        finally:
+            if self.config.zero_stage == 3:
+                self.on_learners(lambda learner: learner.release())
+
+    def _save(self, path: Any, **kwargs: Any) -> str:
+        folder = super().save_to_path(path, **kwargs)
+        for index in range(self.config.num_learners if self.config.zero_stage else 0):
+            write_shard(Path(folder), index, self._on_learner(index, lambda learner: learner.shards()))
+        return folder
+
+    def restore_from_path(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        """Takes the state of a checkpoint, and gives the runners its weights."""
+        super().restore_from_path(path, *args, **kwargs)
+        if self.config.zero_stage:
+            check_shards(Path(path), self.config.num_learners)
+            for index in range(self.config.num_learners):
+                shard = ray.put(read_shard(Path(path), index))
+                self._on_learner(index, lambda learner, shard=shard: learner.set_shards(ray.get(shard)))
+        self._ahead = {}
+        self._sync()
+
+    # --- learners ------------------------------------------------------------------------------------------------
+
+    def on_learners(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Calls a function on all learners at once and returns what it returned, in their order.
+
+        Raises:
+            MHGPOError: a learner died, or whatever the function raised.
+        """
+        results = list(self.learner_group.foreach_learner(function))
+        errors = [result.get() for result in results if not result.ok]
+        if errors or len(results) != max(1, self.config.num_learners):
+            raise learner_failure(errors)
+        return [result.get() for result in results]
+
+    def _on_learner(self, index: int, function: Callable[[Any], Any]) -> Any:
+        """Calls a function that is not collective on one learner."""
+        (result,) = self.learner_group.foreach_learner(function, remote_actor_ids=[index])
+        if not result.ok:
+            raise learner_failure([result.get()])
+        return result.get()
+
+    def on_shards(
+        self, function: Callable[[Any, TrainBatch], Any], batch: TrainBatch, tree: NDArray[np.int64]
+    ) -> list[tuple[NDArray[np.int64], Any]]:
+        """Deals whole trees to the learners; returns what the function returned of each shard, and the shard's rows."""
+        if not self.config.num_learners:
+            return [(np.arange(len(batch)), self.on_learners(lambda learner: function(learner, batch))[0])]
+        lengths = zip(batch.prompts, batch.responses, strict=True)
+        tokens = np.array([len(prompt) + len(response) for prompt, response in lengths], dtype=np.int64)
+        shards = balanced_shards(tokens, tree, batch.steps, self.config.num_learners)
+        refs = [ray.put(batch.take(rows)) for rows in shards]
+        found = self.on_learners(lambda learner: function(learner, _shard_of(learner, refs)))
+        return list(zip(shards, found, strict=True))
+
+    def _update(self, batch: TrainBatch, flat: FlatTrees) -> dict[str, Any]:
+        """Updates on all learners; returns what one learner with the whole batch would."""
+        timesteps = self._timesteps(len(flat.generations))
+        parts = self.on_shards(
+            lambda learner, shard: learner.update(training_data=TrainingData(batch=shard), timesteps=timesteps),
+            batch, flat.tree,
+        )  # fmt: skip
+        _, first = parts[0]
+        rows: dict[str, Any] = {"updated": np.zeros(len(batch), dtype=bool), "measured": {}}
+        not_finite: list[int] = []
+        for shard, part in parts:
+            rows["updated"][shard] = part["rows"]["updated"]
+            not_finite += shard[part["not_finite"]].tolist()
+            for name, values in part["rows"]["measured"].items():
+                rows["measured"].setdefault(name, np.zeros(len(batch)))[shard] = values
+        return {**first, "rows": rows, "not_finite": not_finite}
+
+    def _sync(self) -> None:
+        """Hands the learners' weights to the runners, through the object store."""
+        if not self.config.shares_module:
+            refs, self._sync_bytes = self.on_learners(lambda learner: learner.publish())[0]
+            self.pool.hand_over(Published(refs, self._updates))
 
     # --- inside --------------------------------------------------------------------------------------------------
 
-    def _play(self, strategy: Strategy, temperature: float, split: str) -> Play:
+    def _roots(self, iteration: int) -> list[int]:
+        return deal_roots(self.run_seed, iteration, self.config.questions_per_iteration, self.num_roots)
+
+    def _training_play(self, iteration: int) -> Play:
+        return self._play(self.strategy(iteration), self.config.temperature, "train", iteration)
+
+    def _play(self, strategy: Strategy, temperature: float, split: str, iteration: int) -> Play:
         return Play(
             strategy=strategy,
             temperature=temperature,
             max_tokens=self.config.max_response_tokens,
-            seed=(self.run_seed, self.iteration),
+            seed=(self.run_seed, iteration),
             split=split,
             common_noise=self.config.common_noise,
         )
-
-    def _roll_out(self, roots: Sequence[int], how: Play) -> list[Rollouts]:
-        """Deals roots to all runners and waits for their trees."""
-        group = self.env_runner_group
-        if group.local_env_runner is not None:
-            return [group.local_env_runner.rollout(roots, how)]
-        runners = group.healthy_env_runner_ids()
-        deals = [partial(_roll, roots=list(roots[i :: len(runners)]), how=how) for i in range(len(runners))]
-        parts: list[Rollouts] = group.foreach_env_runner(deals, local_env_runner=False, remote_worker_ids=runners)
-        if len({part.weights_seq_no for part in parts}) != 1:
-            raise MHGPOError(f"runners hold different weights: versions {[part.weights_seq_no for part in parts]}.")
-        return parts
-
-    def _first_runner(self, function: Any) -> Any:
-        group = self.env_runner_group
-        if group.local_env_runner is not None:
-            return function(group.local_env_runner)
-        first = group.healthy_env_runner_ids()[:1]
-        return group.foreach_env_runner(function, local_env_runner=False, remote_worker_ids=first)[0]
 
     def _check_roots(self) -> None:
         wanted = self.config.questions_per_iteration
@@ -307,11 +422,10 @@ class LLMAlgorithm(Algorithm):
             return np.zeros(len(flat.generations))
         ones = np.ones(len(flat.generations))
         batch = TrainBatch.of(flat.generations, ones, ones, np.zeros(len(ones), dtype=np.int64))
-        (kl,) = (
-            result.get() for result in self.learner_group.foreach_learner(lambda learner: learner.reference_kl(batch))
-        )
-        penalty: NDArray[np.float64] = self.config.kl_beta * kl
-        return penalty
+        kl = np.zeros(len(batch))
+        for rows, found in self.on_shards(lambda learner, shard: learner.reference_kl(shard), batch, flat.tree):
+            kl[rows] = found
+        return self.config.kl_beta * kl
 
     def _timesteps(self, generations: int) -> dict[str, Any]:
         key = (ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME)
@@ -325,8 +439,29 @@ class LLMAlgorithm(Algorithm):
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
-def _roll(runner: LLMEnvRunner, roots: Sequence[int], how: Play) -> Rollouts:
-    return runner.rollout(roots, how)
+def learner_failure(errors: Sequence[Exception]) -> Exception:
+    """Returns what to raise when learners failed: their own error, or that one is gone.
+
+    Those that waited for it fail too, with an error of their connection.
+    """
+    causes = [getattr(error, "cause", None) or error for error in errors]
+    own = [cause for cause in causes if not isinstance(cause, RayError) and not _of_connection(cause)]
+    if own and not any(isinstance(error, RayActorError) for error in errors):
+        return own[0]
+    first = str(next(iter(errors), "it does not answer")).splitlines()[0]
+    return MHGPOError(
+        f"a learner process died ({first}). The last checkpoint is whole; go on from it with --resume. A common "
+        "cause is memory: see max_tokens_per_microbatch, gradient_checkpointing and deepspeed."
+    )
+
+
+def _of_connection(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and bool(re.search("gloo|nccl|connection", str(error), re.IGNORECASE))
+
+
+def _shard_of(learner: Any, refs: Sequence[ray.ObjectRef]) -> TrainBatch:
+    shard: TrainBatch = ray.get(refs[learner._learner_index])
+    return shard
 
 
 def merged(columns: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:

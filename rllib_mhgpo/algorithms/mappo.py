@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from torch import Tensor
 
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.llm_algorithm import Credit, LLMAlgorithm
@@ -23,11 +24,13 @@ from rllib_mhgpo.algorithms.mhgpo import by_question
 from rllib_mhgpo.algorithms.objective import PolicyLearner
 from rllib_mhgpo.credit import explained_variance, gae, gae_over_turns, group_advantages, whiten
 from rllib_mhgpo.errors import ConfigError
-from rllib_mhgpo.learner import TrainBatch
+from rllib_mhgpo.learner import ONE
 from rllib_mhgpo.llms import architecture, context_length
 from rllib_mhgpo.losses import clipped_value_loss
 from rllib_mhgpo.packing import right_pad
+from rllib_mhgpo.sharding import largest
 from rllib_mhgpo.spaces import Tokens
+from rllib_mhgpo.train_batch import NOTHING, TrainBatch
 from rllib_mhgpo.tree import FlatTrees
 
 CRITIC = "critic"
@@ -140,10 +143,11 @@ class MAPPO(LLMAlgorithm):
     def _values(self, flat: FlatTrees, prompts: Sequence[Tokens]) -> list[Floats]:
         zeros = np.zeros(len(flat.generations))
         batch = TrainBatch.of(flat.generations, zeros, zeros, zeros.astype(np.int64), critic_prompts=prompts)
-        (found,) = (
-            result.get() for result in self.learner_group.foreach_learner(lambda learner: learner.values(batch))
-        )
-        return [value.astype(np.float64) for value in found]
+        result: list[Floats] = [np.zeros(0)] * len(batch)
+        for rows, found in self.on_shards(lambda learner, shard: learner.values(shard), batch, flat.tree):
+            for row, value in zip(rows.tolist(), found, strict=True):
+                result[row] = value.astype(np.float64)
+        return result
 
     def _critic_prompts(self, flat: FlatTrees) -> list[Tokens]:
         """Returns what the critic reads before each response; the oldest tokens go where the context is too short."""
@@ -194,34 +198,41 @@ class MAPPOLearner(PolicyLearner):
     def values(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """Returns the critic's values before the response tokens that the policy said, (R_i,) each, 0 elsewhere."""
         result: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch)
-        for part in self._parts(batch, np.arange(len(batch)), batch.critic_prompts):
-            tensors, mask = self._laid_out(batch, part, batch.critic_prompts)
+        for part, _ in self._in_step(self._parts(batch, np.arange(len(batch)), batch.critic_prompts)):
             with torch.no_grad():
-                out = self.module[CRITIC].forward_train(tensors)["values"].masked_fill(~mask, 0.0).cpu().numpy()
-            for row, values in zip(part.tolist(), out, strict=True):
-                result[row] = values[: len(batch.responses[row])]
+                values, mask = self._critic(batch, part)
+            for row, found in zip(part.tolist(), values.masked_fill(~mask, 0.0).cpu().numpy(), strict=False):
+                result[row] = found[: len(batch.responses[row])]
         return result
 
     def step_beside(self, batch: TrainBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
         """Takes the critic's step; returns ``value_loss``, sums over response tokens."""
         measured = np.zeros(len(rows))
-        for part in self._parts(batch, rows, batch.critic_prompts):
-            chosen = rows[part]
-            tensors, mask = self._laid_out(batch, chosen, batch.critic_prompts)
-            width = mask.shape[1]
-            target = self._tensor(right_pad([batch.returns[i].astype(np.float32) for i in chosen], width))
-            old = self._tensor(right_pad([batch.values[i].astype(np.float32) for i in chosen], width))
-            known = mask & target.isfinite()
-            values = self.module[CRITIC].forward_train(tensors)["values"]
-            losses = clipped_value_loss(values, old, target.nan_to_num(), self.config.value_clip).masked_fill(
-                ~known, 0.0
-            )
-            weight = self._tensor(batch.weights[chosen].astype(np.float32))[:, None]
-            (self.config.vf_coeff * (losses * weight).sum()).backward()
-            measured[part] = losses.detach().sum(1).double().cpu().numpy()
-        norm = self.step(CRITIC)
+        for part, is_last in self._in_step(self._parts(batch, rows, batch.critic_prompts)):
+            losses, weight = self._value_losses(batch, rows[part])
+            self.parallel[CRITIC].backward(self.config.vf_coeff * (losses * weight).sum(), is_last)
+            if len(part):
+                measured[part] = losses.detach().sum(1).double().cpu().numpy()
+        norm = self.step(CRITIC, is_empty=not largest(len(rows), self._device))
         self.critic_grad_norms += [] if norm is None else [norm]
         return {"value_loss": measured}
+
+    def _critic(self, batch: TrainBatch, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Values of some rows and their mask, (b, R); of none, those of a row that weighs nothing."""
+        batch, rows = (batch, rows) if len(rows) else (NOTHING, ONE)
+        tensors, mask = self._laid_out(batch, rows, batch.critic_prompts)
+        return self.module[CRITIC].forward_train(tensors)["values"], mask
+
+    def _value_losses(self, batch: TrainBatch, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Losses by token (b, R) and weights (b, 1) of some rows."""
+        values, mask = self._critic(batch, rows)
+        batch, rows = (batch, rows) if len(rows) else (NOTHING, ONE)
+        width = mask.shape[1]
+        target = self._tensor(right_pad([batch.returns[i].astype(np.float32) for i in rows], width))
+        old = self._tensor(right_pad([batch.values[i].astype(np.float32) for i in rows], width))
+        losses = clipped_value_loss(values, old, target.nan_to_num(), self.config.value_clip)
+        weight = self._tensor(batch.weights[rows].astype(np.float32))[:, None]
+        return losses.masked_fill(~(mask & target.isfinite()), 0.0), weight
 
 
 def paid_at_end(tokens: int, reward: float) -> Floats:

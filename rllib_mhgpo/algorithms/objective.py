@@ -6,8 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rllib_mhgpo.learner import LLMLearner, MicroBatch, TrainBatch
+from rllib_mhgpo.learner import LLMLearner
 from rllib_mhgpo.losses import KL_ESTIMATORS, clipped_surrogate
+from rllib_mhgpo.train_batch import MicroBatch, TrainBatch
 
 
 class PolicyLearner(LLMLearner):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rllib_mhgpo.credit import group_similarity
-from rllib_mhgpo.learner import TrainBatch
+from rllib_mhgpo.train_batch import TrainBatch
 from rllib_mhgpo.tree import FlatTrees, RolloutTree
 
 NAN = float("nan")

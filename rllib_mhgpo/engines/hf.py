@@ -4,7 +4,7 @@ The key-value cache has its room from the start, so that a step copies nothing, 
 Each response is drawn by inverting the distribution function at uniform numbers of its own seed.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -48,6 +48,7 @@ class HFEngine:
         dtype: of the forward pass; bfloat16 runs under autocast.
         max_batch_tokens: room of the key-value cache, in tokens over all rows; bounds memory.
         tokenizer: needed where prompts have stop texts.
+        act_as: called with an agent's name before its responses are drawn, where agents differ in their weights.
     """
 
     def __init__(
@@ -57,13 +58,24 @@ class HFEngine:
         dtype: torch.dtype = torch.float32,
         max_batch_tokens: int = 32768,
         tokenizer: Any = None,
+        act_as: Callable[[str], None] | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.act_as = tokenizer, act_as
         self.model, self.eos_ids, self.dtype, self.max_batch_tokens = model, frozenset(eos_ids), dtype, max_batch_tokens
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], temperature: float) -> list[list[Completion]]:
         """Returns one completion a seed for each prompt, in order; temperature 0 is greedy."""
+        if self.act_as is None:
+            return self._generate(prompts, temperature)
+        found: dict[int, list[Completion]] = {}
+        for agent in dict.fromkeys(prompt.agent for prompt in prompts):
+            self.act_as(agent)
+            mine = [place for place, prompt in enumerate(prompts) if prompt.agent == agent]
+            found |= zip(mine, self._generate([prompts[place] for place in mine], temperature), strict=True)
+        return [found[place] for place in range(len(prompts))]
+
+    def _generate(self, prompts: Sequence[Prompt], temperature: float) -> list[list[Completion]]:
         distinct: dict[bytes, int] = {}
         owners = [distinct.setdefault(np.asarray(p.ids, np.int32).tobytes(), len(distinct)) for p in prompts]
         ids = [np.frombuffer(key, dtype=np.int32) for key in distinct]

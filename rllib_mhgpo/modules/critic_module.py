@@ -23,6 +23,7 @@ class LLMCriticModule(LLMRLModule):
         self.tokenizer = load_tokenizer(name)
         self.llm = load_critic(name)
         self.dtype = getattr(torch, self.model_config.get("dtype", "float32"))
+        self.gathered, self.lora = {}, None
 
     def _forward_train(self, batch: Mapping[str, Tensor], **kwargs: Any) -> dict[str, Tensor]:
         """Values before each response token.

@@ -5,22 +5,24 @@ is also a plain Hugging Face model folder.
 """
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.torch import TorchRLModule
-from ray.rllib.utils.numpy import convert_to_numpy
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from rllib_mhgpo.errors import CheckpointError
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer
+from rllib_mhgpo.llms.lora import activate, adapter_names, add_adapters, read_adapters, save_adapted
 from rllib_mhgpo.losses import token_logprobs
+from rllib_mhgpo.sharding import is_sharded, whole
 
 WEIGHTS = "*.safetensors"
 
@@ -31,8 +33,10 @@ class LLMRLModule(TorchRLModule):
     Weights are float32; ``dtype: bfloat16`` runs forward passes under autocast. Dropout is off in training too, since
     otherwise a fresh sample's ratio would not be 1.
 
+    With ``lora`` in ``model_config`` only adapters are trained, sent and restored.
+
     Attributes:
-        llm: the transformers model.
+        llm: the transformers model, with its adapters.
         tokenizer: its tokenizer.
         eos_ids: ids that end a response.
     """
@@ -43,8 +47,12 @@ class LLMRLModule(TorchRLModule):
         self.tokenizer = load_tokenizer(name)
         self.llm = load_model(name)
         self.eos_ids = eos_ids(self.llm, self.tokenizer)
+        self.lora = self.model_config.get("lora")
+        if self.lora is not None:
+            self.llm = add_adapters(self.llm, self.lora)
         self.dtype = getattr(torch, self.model_config.get("dtype", "float32"))
         self.temperature = float(self.model_config.get("temperature", 1.0))
+        self.gathered: dict[str, NDArray[Any]] = {}
 
     def train(self, mode: bool = True) -> "LLMRLModule":
         """Keeps the language model in evaluation mode."""
@@ -72,7 +80,7 @@ class LLMRLModule(TorchRLModule):
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which forward passes run."""
-        if self.dtype == torch.float32:
+        if self.dtype == torch.float32 or self.llm.dtype == self.dtype:
             return contextlib.nullcontext()
         return torch.autocast(self.llm.device.type, dtype=self.dtype)
 
@@ -84,37 +92,89 @@ class LLMRLModule(TorchRLModule):
         inference_only: bool = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Returns the weights by name, tied ones once."""
-        return dict(convert_to_numpy(self._once()))
+        """Returns the weights by name, tied ones once; of a sharded model what was gathered last, or nothing."""
+        if is_sharded(self.llm):
+            return self.gathered
+        return {name: to_array(tensor) for name, tensor in self._named().items()}
 
-    def _once(self) -> dict[str, Tensor]:
-        names = {name for name, _ in self.llm.named_parameters()} | {name for name, _ in self.llm.named_buffers()}
-        return {name: tensor for name, tensor in self.llm.state_dict().items() if name in names}
+    def weights(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Yields the weights by name, tied ones once; those of a sharded model are gathered one by one, collectively.
+
+        bfloat16 stays two bytes a number: its bits as uint16.
+        """
+        for name, tensor in self._named().items():
+            with whole(tensor):
+                yield name, to_array(tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
+
+    def gather(self, keep: bool) -> None:
+        """Gathers the weights of a sharded model in :attr:`gathered`, where they are to be kept; collective."""
+        self.gathered = {}
+        for name, tensor in self._named().items() if is_sharded(self.llm) else ():
+            with whole(tensor):
+                if keep:
+                    self.gathered[name] = to_array(tensor)
+
+    def act_as(self, agent: str) -> None:
+        """Computes with an agent's own adapter from now on, where it has one."""
+        if self.lora is not None and self.lora["adapters"]:
+            activate(self.llm, agent)
+
+    def without_adapters(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which the model is the frozen one."""
+        context: contextlib.AbstractContextManager[Any] = self.llm.disable_adapter()
+        return context
+
+    def checkpoint_gradients(self) -> None:
+        """Keeps no activations inside layers, which are computed again in the backward pass."""
+        self.llm.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def _named(self) -> dict[str, Tensor]:
+        """What is trained, sent and restored: the adapters, or all parameters and buffers, tied ones once."""
+        if self.lora is not None:
+            return {name: parameter for name, parameter in self.llm.named_parameters() if ".lora_" in name}
+        named = {**dict(self.llm.named_parameters()), **dict(self.llm.named_buffers())}
+        return {name: named[name] for name in self.llm.state_dict() if name in named}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Takes the weights of :meth:`get_state`; a state of another architecture is refused."""
+        """Takes the weights of :meth:`get_state`; a state of another architecture is refused.
+
+        Where the model is sharded, all learners do so together.
+        """
         if not state:
             return
-        mine, given = set(self._once()), set(state)
+        mine, given = set(self._named()), set(state)
         if mine != given:
             raise CheckpointError(
                 f"weights do not fit the model {self.model_config['llm']!r}: missing {sorted(mine - given)[:3]}, "
                 f"unexpected {sorted(given - mine)[:3]}."
             )
+        self.take_weights(state)
+
+    def take_weights(self, weights: Mapping[str, Any]) -> None:
+        """Copies some of the weights, arrays or tensors by name, into the model."""
+        named = self._named()
         with torch.no_grad():
-            for name, target in self._once().items():
-                # arrays from Ray's object store are read-only, which from_numpy warns about
-                target.copy_(torch.from_numpy(np.require(state[name], requirements="W")))
+            for name, given in weights.items():
+                with whole(named[name], writer=0):
+                    named[name].copy_(to_tensor(given))
 
     def save_to_path(self, path: str | Path | None = None, *, state: Any = None, **kwargs: Any) -> str:
         """Writes RLlib's small files and a Hugging Face folder (safetensors, tokenizer) beside them."""
         folder = Path(super().save_to_path(path, state={"weights": WEIGHTS}, **kwargs))
-        self.llm.save_pretrained(folder)
+        given = {name: to_tensor(array) for name, array in self.gathered.items()}
+        if self.lora is not None:
+            weights = given or {name: tensor.detach() for name, tensor in self._named().items()}
+            save_adapted(load_model(self.model_config["llm"]), self.lora, weights, folder)
+        else:
+            self.llm.save_pretrained(folder, **({"state_dict": given} if given else {}))
         self.tokenizer.save_pretrained(folder)
         return str(folder)
 
     def restore_from_path(self, path: str | Path, *args: Any, **kwargs: Any) -> None:
         """Takes the weights of a folder written by :meth:`save_to_path`."""
+        if self.lora is not None:
+            self.set_state(read_adapters(Path(path), adapter_names(self.lora)))
+            return
         files = sorted(Path(path).glob(WEIGHTS))
         if not files:
             raise CheckpointError(f"{path}: expected weights ({WEIGHTS}), found none; the checkpoint is incomplete.")
@@ -122,6 +182,21 @@ class LLMRLModule(TorchRLModule):
             self.set_state({name: tensor for file in files for name, tensor in load_file(file).items()})
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: the weights cannot be read: {error}.") from error
+
+
+def to_array(tensor: Tensor) -> NDArray[Any]:
+    """Copies a tensor into an array, bfloat16 as its bits in uint16."""
+    tensor = tensor.detach().to("cpu", copy=True)
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def to_tensor(given: Any) -> Tensor:
+    """The tensor of an array of :func:`to_array`; a tensor is returned as it is."""
+    if isinstance(given, Tensor):
+        return given
+    # arrays from Ray's object store are read-only, which from_numpy warns about
+    tensor = torch.from_numpy(np.require(given, requirements="W"))
+    return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
 
 
 def response_logprobs(

@@ -1,0 +1,113 @@
+"""Adapters: one for all agents or one each, the reference without them, checkpoints in peft's and in plain layout."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from rllib_mhgpo.algorithms.checkpoints import POLICY
+from rllib_mhgpo.algorithms.evaluation import open_system
+from rllib_mhgpo.algorithms.mhgpo import MHGPO
+from rllib_mhgpo.errors import ConfigError
+from tests.rig import equal, row
+
+Make = Callable[..., MHGPO]
+AGENTS = ["rewriter", "reranker", "answerer"]
+
+
+def adapters(algorithm: MHGPO) -> dict[str, NDArray[Any]]:
+    return dict(algorithm.learner_group._learner.module["default_policy"].weights())
+
+
+def frozen(algorithm: MHGPO) -> dict[str, NDArray[Any]]:
+    llm = algorithm.learner_group._learner.module["default_policy"].llm
+    return {name: p.detach().numpy().copy() for name, p in llm.named_parameters() if ".lora_" not in name}
+
+
+@pytest.mark.parametrize("own", [None, AGENTS], ids=["shared", "own"])
+def test_adapters_alone_are_trained_and_go_on_from_a_checkpoint(make: Make, tmp_path: Path, own: Any) -> None:
+    first = make(lora={"rank": 4, "adapters": own}, kl_beta=0.05)
+    before, base = adapters(first), frozen(first)
+    assert all(".lora_" in name for name in before)
+    results = [row(first) for _ in range(2)]
+    assert [result["ratio_mean"] for result in results] == pytest.approx([1, 1], abs=1e-4)
+    assert results[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert results[1]["kl"] > 1e-6
+    after = adapters(first)
+    assert all(not np.array_equal(before[name], after[name]) for name in before if ".lora_B." in name)
+    assert equal(base, frozen(first))
+    path = Path(first.save_to_path(tmp_path / "checkpoint"))
+    second = make(lora={"rank": 4, "adapters": own}, kl_beta=0.05)
+    second.restore_from_path(path)
+    assert equal(adapters(second), after)
+    third = [row(algorithm)["grad_norm"] for algorithm in (first, second)]
+    assert third[0] == third[1]
+    assert equal(adapters(first), adapters(second))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(1, 20)[None]).logits  # type: ignore[no-any-return]
+
+
+def test_a_shared_adapter_is_saved_merged_and_in_pefts_layout(make: Make, tmp_path: Path, toy_folder: Path) -> None:
+    """D3: the plain folder, the base model with peft's adapter and the policy itself say the same."""
+    algorithm = make(lora={"rank": 4})
+    row(algorithm)
+    folder = Path(algorithm.save_to_path(tmp_path / "checkpoint")) / POLICY
+    mine = logits(algorithm.learner_group._learner.module["default_policy"].llm)
+    base = AutoModelForCausalLM.from_pretrained(toy_folder)
+    assert not torch.allclose(mine, logits(base), atol=1e-4)
+    for model in (
+        AutoModelForCausalLM.from_pretrained(folder),
+        PeftModel.from_pretrained(base, folder / "adapter" / "shared"),
+    ):
+        assert torch.allclose(logits(model), mine, atol=1e-5)
+
+
+@pytest.mark.parametrize("own", [None, AGENTS], ids=["shared", "own"])
+def test_a_checkpoint_answers_as_the_run_did(make: Make, tmp_path: Path, own: Any) -> None:
+    algorithm = make(lora={"rank": 4, "adapters": own})
+    for _ in range(2):
+        row(algorithm)
+    expected = algorithm.evaluate()
+    system = open_system(algorithm.save_to_path(tmp_path / "checkpoint"), {})
+    records = [record for wave in system.answers("dev") for record in wave]
+    assert np.mean([record["scores"]["f1"] for record in records]) == pytest.approx(expected["f1"])
+
+
+def test_own_adapters_are_trained_by_their_own_agent(make: Make) -> None:
+    """Only the answerer is trained: the adapters of the others stay as they were."""
+    algorithm = make(lora={"rank": 4, "adapters": AGENTS}, train_agents=["answerer"], kl_beta=0.0)
+    before = adapters(algorithm)
+    row(algorithm)
+    moved = {name for name, array in adapters(algorithm).items() if not np.array_equal(array, before[name])}
+    assert moved
+    assert all(".answerer." in name for name in moved)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"r": 4}, "lora: expected keys of .* found 'r'"),
+        ({"rank": 0}, "lora.rank: expected a whole number of at least 1, found 0"),
+        ({"alpha": -1}, "lora.alpha: expected a number above 0"),
+        ({"adapters": ["rewriter", "rewriter"]}, "lora.adapters: expected a list of different agents"),
+    ],
+)
+def test_settings_of_adapters_are_checked(config: Callable[..., Any], lora: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(lora=lora).validate()
+
+
+def test_adapters_must_be_the_environments_agents(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"lora.adapters: expected the agents .* found \['rewriter'\]"):
+        make(lora={"adapters": ["rewriter"]})
+    with pytest.raises(ConfigError, match=r"lora\.target_modules"):
+        make(lora={"target_modules": ["no_such_layer"]})

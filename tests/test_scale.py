@@ -1,0 +1,144 @@
+"""Runs on several processes: runners that are lost, learners over which a model is spread, sampling ahead."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from transformers import AutoModelForCausalLM
+
+from rllib_mhgpo.algorithms.checkpoints import POLICY, SHARDS, check_shards, read_shard, write_shard
+from rllib_mhgpo.algorithms.mhgpo import MHGPO
+from rllib_mhgpo.algorithms.runner_pool import Deal, RunnerPool
+from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
+from rllib_mhgpo.runner import Rollouts
+from tests.rig import equal, row, weights
+
+Make = Callable[..., MHGPO]
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+def processes(pool: RunnerPool) -> dict[int, int]:
+    """The process of each runner."""
+    return {index: ray.get(actor.apply.remote(lambda _: os.getpid())) for index, actor in pool._active.items()}
+
+
+def responses(parts: list[Rollouts]) -> dict[int, list[list[int]]]:
+    found: dict[int, list[list[int]]] = {}
+    for part in parts:
+        for tree in part.trees:
+            assert tree.root not in found, "a question was played twice"
+            found[tree.root] = [generation.response.tolist() for generation in tree.generations]
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "stalls"])
+def test_the_questions_of_a_lost_runner_go_to_others(make: Make, how: signal.Signals) -> None:
+    algorithm = make(num_env_runners=2, sample_timeout_s=15, evaluation_interval=None)
+    pool, play = algorithm.pool, algorithm._training_play(0)
+    expected, pids = responses(pool.roll_out(range(5), play)), processes(pool)
+    deals = pool.start(range(5), play)
+    os.kill(pids[1], how)
+    assert responses(pool.finish(deals)) == expected
+    assert row(algorithm)["num_replaced_runners"] == 1
+    for _, is_ready in list(pool._joining.values()):
+        ray.get(is_ready)
+    pool._welcome()
+    assert len(pool._active) == 2
+    version, mine = pool.published.version, weights(algorithm)  # type: ignore[union-attr]
+    for actor in pool._active.values():
+        assert ray.get(actor.apply.remote(lambda runner: runner.weights_seq_no)) == version == 1
+        assert equal(dict(ray.get(actor.apply.remote(lambda runner: list(runner.module.weights())))), mine)
+
+
+def test_questions_that_end_every_runner_end_the_run(make: Make) -> None:
+    algorithm = make(num_env_runners=1, evaluation_interval=None)
+
+    def play_and_die(runner: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pool = algorithm.pool
+    deals = {
+        actor.apply.remote(play_and_die): Deal(index, [3, 4], None, tries=3) for index, actor in pool._active.items()
+    }
+    with pytest.raises(MHGPOError, match=r"3 runners were lost on the questions \[3, 4\]"):
+        pool.finish(deals)
+
+
+def test_an_error_in_a_runner_reaches_the_user(make: Make) -> None:
+    algorithm = make(num_env_runners=1, evaluation_interval=None)
+    with pytest.raises(ZeroDivisionError):
+        algorithm.pool.first(lambda runner: 1 / 0)
+
+
+@pytest.mark.parametrize("stage", [None, 3], ids=["replicas", "zero3"])
+def test_learners_share_a_run_and_its_checkpoint(make: Make, tmp_path: Path, stage: int | None) -> None:
+    """R6, D3: two learners train, save a plain model folder, and go on exactly from a checkpoint."""
+    deepspeed = {} if stage is None else {"deepspeed": {"zero_stage": stage}}
+    settings = {"num_learners": 2, "evaluation_interval": None, **deepspeed}
+    first = make(num_cpus_per_learner=0.5, **settings)
+    results = [row(first), row(first)]
+    assert all(np.isfinite(result["grad_norm"]) and result["sync_mb"] > 0 for result in results)
+    path = Path(first.save_to_path(tmp_path / "checkpoint"))
+    model = AutoModelForCausalLM.from_pretrained(path / POLICY)
+    saved = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    on_runner = dict(first.pool.first(lambda runner: list(runner.module.weights())))
+    assert equal(saved, on_runner)
+    assert len(list((path / SHARDS).glob("*"))) == (2 if stage else 0)
+    after = row(first)
+    moved = dict(first.pool.first(lambda runner: list(runner.module.weights())))
+    first.stop()
+    second = make(num_cpus_per_learner=0.5, **settings)
+    second.restore_from_path(path)
+    assert equal(dict(second.pool.first(lambda runner: list(runner.module.weights()))), saved)
+    again = row(second)
+    assert again["train"] == after["train"]
+    assert again["grad_norm"] == after["grad_norm"]
+    assert equal(dict(second.pool.first(lambda runner: list(runner.module.weights()))), moved)
+
+
+def test_a_dead_learner_ends_the_run_with_the_way_on(make: Make) -> None:
+    algorithm = make(num_learners=2, num_cpus_per_learner=0.5, evaluation_interval=None)
+    row(algorithm)
+    os.kill(algorithm.on_learners(lambda learner: os.getpid())[1], signal.SIGKILL)
+    with pytest.raises(MHGPOError, match=r"a learner process died.*--resume"):
+        row(algorithm)
+
+
+def test_sampling_ahead_uses_weights_of_one_update_before(make: Make) -> None:
+    algorithm = make(num_env_runners=1, sample_ahead=1, rollout_is_cap=2.0, evaluation_interval=2)
+    results = [row(algorithm) for _ in range(3)]
+    assert [result["staleness"] for result in results] == [0, 1, 1]
+    assert results[1]["dev"]["iteration"] == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"deepspeed": {"zero_stage": 4}, "num_learners": 2}, "zero_stage: expected 0, 1, 2 or 3, found 4"),
+        ({"deepspeed": {"stage": 3}, "num_learners": 2}, "deepspeed: expected keys of .* found 'stage'"),
+        ({"deepspeed": {"zero_stage": 2}}, "needs learners to spread over"),
+        ({"deepspeed": {"zero_stage": 0, "offload_param": True}, "num_learners": 1}, "need a zero_stage of 1 to 3"),
+        ({"sample_ahead": 1, "rollout_is_cap": 2.0}, "sample_ahead: expected num_env_runners of at least 1"),
+        ({"sample_ahead": 1, "num_env_runners": 1}, "set rollout_is_cap"),
+        ({"max_kl": 0.5, "kl_beta": 0.0}, "max_kl: expected a kl_beta above 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(config: Callable[..., Any], changes: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(**changes).validate()
+
+
+def test_shards_of_other_learners_are_refused(tmp_path: Path) -> None:
+    for learner in range(2):
+        write_shard(tmp_path, learner, {"0.master": np.zeros(3, np.float32)})
+    assert np.array_equal(read_shard(tmp_path, 1)["0.master"], np.zeros(3))
+    with pytest.raises(CheckpointError, match=r"shards of 3 learners .* found those of 2"):
+        check_shards(tmp_path, 3)
+    (tmp_path / SHARDS / "learner_1.safetensors").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match=r"learner_1\.safetensors: the optimiser's shard cannot be read"):
+        read_shard(tmp_path, 1)
