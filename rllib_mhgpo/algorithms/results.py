@@ -20,7 +20,7 @@ NAN = float("nan")
 SCORES = ("f1", "em", "acc", "avg")
 NO_DEV = {**dict.fromkeys(SCORES, NAN), "iteration": 0, "questions": 0}
 PER_TOKEN = ("entropy", "kl", "clip_fraction", "ratio_mean")
-PHASES = ("sample", "generate", "step", "retrieve", "credit", "update", "sync", "evaluate", "total")
+PHASES = ("sample", "generate", "step", "retrieve", "encode", "search", "credit", "update", "sync", "evaluate", "total")
 
 
 @dataclass(frozen=True)

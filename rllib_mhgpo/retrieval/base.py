@@ -70,6 +70,10 @@ class BaseRetriever(ABC):
             self._cache.popitem(last=False)
         return self.passages(found)
 
+    def known(self, queries: Sequence[str], k: int) -> int:
+        """How many of these queries would be answered without a search."""
+        return sum(query in self._cache and self._cache[query][0] >= k for query in queries)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
