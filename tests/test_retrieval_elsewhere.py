@@ -15,7 +15,8 @@ import pytest
 
 from rllib_mhgpo.data import Corpus, Passage
 from rllib_mhgpo.errors import ConfigError, RetrievalError
-from rllib_mhgpo.retrieval import BaseRetriever, build_retriever, open_retriever, save_retriever
+from rllib_mhgpo.retrieval import BaseRetriever, CorpusRetriever, build_retriever, open_retriever, save_retriever
+from rllib_mhgpo.retrieval.actors import ActorRetriever
 from rllib_mhgpo.retrieval.http import HttpRetriever
 from rllib_mhgpo.retrieval.serve import make_server
 
@@ -202,19 +203,17 @@ def test_a_timeout_is_a_number_of_seconds(timeout: Any, folder: Path) -> None:
     with pytest.raises(ConfigError, match="timeout_s"):
         build_retriever(None, {"encoder": "http://127.0.0.1:1/retrieve", "timeout_s": timeout})
     with pytest.raises(ConfigError, match="timeout_s"):
-        build_retriever(None, {"encoder": str(folder), "timeout_s": timeout})
+        ActorRetriever(str(folder), 1, timeout_s=timeout)
 
 
 # --- actors -----------------------------------------------------------------------------------------------------------
 
 
-def test_actors_need_a_running_ray(folder: Path) -> None:
-    import ray
-
-    if not ray.is_initialized():
-        with pytest.raises(ConfigError, match="no Ray here"):
-            build_retriever(None, {"encoder": str(folder), "actors": 1})
-    for actors in (-1, 1.5, True):
+def test_without_ray_an_index_is_opened_here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rllib_mhgpo.retrieval.build._ray_runs", lambda: False)
+    spec = {"encoder": str(folder), "actors": 2, "timeout_s": 3}
+    assert isinstance(build_retriever(None, spec), CorpusRetriever)
+    for actors in (-1, 1.5, True, "x"):
         with pytest.raises(ConfigError, match="actors: expected a whole number"):
             build_retriever(None, {"encoder": str(folder), "actors": actors})
 

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from rllib_mhgpo import __version__
-from rllib_mhgpo.cli import evaluate, example, index, score, train
+from rllib_mhgpo.cli import ask, evaluate, example, index, score, train
 from rllib_mhgpo.errors import MHGPOError
 
 
@@ -40,6 +40,7 @@ app = typer.Typer(
 app.add_typer(train.app, name="train")
 app.add_typer(index.app, name="index")
 app.add_typer(example.app, name="example")
+app.command("ask", epilog=ask.EXAMPLES)(ask.ask)
 app.command("score")(score.score)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Self
 
-from rllib_mhgpo.data import Corpus, Passage, Questions, hops_found, load_corpus, load_questions
+from rllib_mhgpo.data import Corpus, Passage, Question, Questions, hops_found, load_corpus, load_questions
 from rllib_mhgpo.envs.minipedia import is_minipedia, minipedia, minipedia_corpus, parse_spec
 from rllib_mhgpo.envs.prompts import AGENTS, load_prompts
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
@@ -27,6 +27,9 @@ Outcome = tuple[bool, dict[str, float]]
 Told = tuple[str, Sequence[str], Sequence[Passage]]
 """Question, queries so far, passages."""
 
+OWN = "own"
+"""As corpus: the passages of the questions themselves."""
+
 PENALTIES = {"rewriter": -0.5, "reranker": -1.0, "answerer": -1.0, "searcher": -0.5, "reader": 0.0}
 """By kind of role, where its output is illegal."""
 
@@ -38,8 +41,8 @@ class SearchEnv(TokenEnv):
         tokenizer: see :class:`TokenEnv`.
         questions: ``minipedia:train``, a question file, or a mapping of ``file``, ``limit`` and ``shuffle`` (a seed).
         dev_questions: the same for evaluation; None has no dev split.
-        corpus: ``minipedia:train``, or a file of passages; by default those of the retriever's index, else those of the
-            questions themselves.
+        corpus: ``minipedia:train``, a file of passages, or ``own``: the questions' passages; by default
+            those of the retriever's index, where it is one, else the questions' own.
         retriever: ``tfidf``, ``bm25``, ``minilm``, the folder of a sentence encoder or of an index, or what
             :func:`build_retriever` takes.
         prompts: a built-in set, or changes of one; see :func:`load_prompts`.
@@ -77,7 +80,7 @@ class SearchEnv(TokenEnv):
             raise ConfigError(f"env_config.top_k: expected a whole number of at least 1, found {top_k!r}.")
         self.top_k = top_k
         brought = isinstance(retriever, BaseRetriever) or (corpus is None and brings_passages(retriever))
-        own_passages = corpus is None and not brought
+        own_passages = corpus == OWN or (corpus is None and not brought)
         self.splits = {"train": _load_questions(questions, own_passages)}
         if dev_questions is not None:
             self.splits["dev"] = _load_questions(dev_questions, own_passages)
@@ -114,6 +117,17 @@ class SearchEnv(TokenEnv):
     def num_roots(self, split: str = "train") -> int:
         """Returns the number of questions; 0 where there is no such split."""
         return len(self.splits.get(split, ()))
+
+    def pose(self, question: str) -> str:
+        """Makes a split of one question without a gold, and returns the split's name.
+
+        Raises:
+            ConfigError: a blank question.
+        """
+        if not question.strip():
+            raise ConfigError(f"expected a question, found {question!r}.")
+        self.splits = {**self.splits, "posed": Questions([Question("posed", question, ("",))], "a question")}
+        return "posed"
 
     def start(self, index: int, split: str) -> None:
         """Takes question ``index`` of the split."""
@@ -310,8 +324,8 @@ def _load_questions(spec: str | Mapping[str, Any] | Questions, require_context: 
 def _load_corpus(spec: str | Corpus | None, questions: Any, splits: Mapping[str, Questions]) -> Corpus:
     if isinstance(spec, Corpus):
         return spec
-    if spec is None and isinstance(questions, str) and is_minipedia(questions):
+    if spec in (None, OWN) and isinstance(questions, str) and is_minipedia(questions):
         spec = questions
-    if spec is None:
+    if spec in (None, OWN):
         return Corpus.from_questions([question for split in splits.values() for question in split])
     return minipedia_corpus(spec) if is_minipedia(spec) else load_corpus(Path(spec).expanduser())

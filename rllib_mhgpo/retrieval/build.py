@@ -4,6 +4,7 @@ Holds no search. The one idea: a specification is a word, a folder, an address, 
 be chosen; whether it brings passages of its own is told by it alone.
 """
 
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,8 +35,9 @@ def build_retriever(corpus: Corpus | None, spec: Spec = "tfidf") -> BaseRetrieve
     ``spec`` is ``"tfidf"`` or ``"bm25"``; ``"minilm"`` or the local folder of a Hugging Face sentence encoder; a folder
     that ``rllib index build`` or ``save_retriever`` wrote, which then must be of this corpus; the address of a server
     that speaks Search-R1's protocol; or a mapping of ``encoder`` (one of these), or ``hybrid`` (several), and
-    ``cache_size``; for a folder with an index ``gpu``, and ``actors``, a number of Ray actors that share it; for those
-    and servers ``timeout_s``; for a sentence encoder ``batch_size``, ``device`` and the fields of its ``Recipe``.
+    ``cache_size``; for a folder with an index ``gpu``, and ``actors``, a number of Ray actors that share it (where no
+    Ray runs, it is opened here); for those and servers ``timeout_s``; for a sentence encoder ``batch_size``, ``device``
+    and the fields of its ``Recipe``.
 
     Raises:
         ConfigError: for a specification that is none of these.
@@ -114,8 +116,8 @@ def _only(options: dict[str, Any], name: str, *known: str) -> dict[str, Any]:
 def _from_folder(corpus: Corpus | None, folder: str, cache_size: int, options: dict[str, Any]) -> BaseRetriever:
     _only(options, folder, "actors", "timeout_s", "gpu", "device")
     actors, timeout = options.pop("actors", 0), options.pop("timeout_s", None)
-    if not actors:
-        if timeout is not None:
+    if not actors or (actors is not True and isinstance(actors, int) and actors > 0 and not _ray_runs()):
+        if timeout is not None and not actors:
             raise ConfigError("retriever: timeout_s: only actors and servers are waited for. Remove it.")
         return open_retriever(folder, corpus, cache_size=cache_size, **options)
     from rllib_mhgpo.retrieval.actors import ActorRetriever  # brings Ray, which nothing else here needs
@@ -140,6 +142,12 @@ def _hybrid(corpus: Corpus | None, options: dict[str, Any]) -> BaseRetriever:
         retrievers.append(retriever)
         corpus = corpus or retriever.corpus
     return HybridRetriever(retrievers, cache_size)
+
+
+def _ray_runs() -> bool:
+    """Whether this process is part of a Ray session; without one there is nothing to share an index with."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def _packaged() -> Path:
