@@ -195,6 +195,7 @@ def printable(text: str, limit: int | None = None) -> Text:
 def quiet() -> None:
     """Keeps what the libraries say of loading models off the terminal."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 

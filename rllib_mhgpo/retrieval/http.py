@@ -109,7 +109,7 @@ class HttpRetriever(BaseRetriever):
         return found
 
     def _passage(self, hit: Any) -> Passage:
-        document = hit.get("document", hit) if isinstance(hit, dict) else None
+        document: Any = hit.get("document", hit) if isinstance(hit, dict) else None
         match document:
             case {"title": str(title), "text": str(text)}:
                 pass
