@@ -76,8 +76,8 @@ def write_arrow(
 
 def copy_arrow(source: Path, place: Path, metadata: dict[bytes, bytes]) -> None:
     """Copies an Arrow IPC file batch by batch, with other metadata."""
-    with pa.memory_map(str(source)) as mapped, pa.OSFile(str(place), "wb") as sink:
-        reader = pa.ipc.open_file(mapped)
+    with pa.OSFile(str(source), "rb") as file, pa.OSFile(str(place), "wb") as sink:  # read, not mapped: bounded
+        reader = pa.ipc.open_file(file)
         with pa.ipc.new_file(sink, reader.schema.with_metadata(metadata)) as writer:
             for number in range(reader.num_record_batches):
                 writer.write_batch(reader.get_batch(number).replace_schema_metadata(metadata))
