@@ -1,6 +1,6 @@
 """Queries, passages and records a second, and the memory they take: ``python benchmarks/retrieval.py search``.
 
-    search   a synthetic index of ``--vectors`` x 384, Flat and IVF-PQ, asked in this process, by two Ray actors and over
+    search   a synthetic index of ``--vectors`` x 384, Flat and IVF-PQ, asked in this process, by two actors and over
              HTTP, with 1, 64 and 512 queries a call. Queries are encoded by one BERT layer with random weights, so
              that the search is what is timed. Medians of ``--times`` calls; the cache is off
     encode   passages of 100 words by all-MiniLM-L6-v2 (extra minilm)
