@@ -284,6 +284,10 @@ class LLMLearner(TorchLearner):
                 chunk, held = {}, 0
         return ([*refs, ray.put(chunk)] if chunk else refs), total
 
+    def place(self) -> tuple[str, tuple[int, ...]]:
+        """Returns this learner's node and GPUs."""
+        return ray.get_runtime_context().get_node_id(), tuple(ray.get_gpu_ids())
+
     def gather(self) -> None:
         """Makes the first learner hold sharded models whole, until :meth:`release`; collective."""
         for module_id in self.module.keys():  # noqa: SIM118

@@ -71,11 +71,13 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         self.env: AECEnv = self.config.make_env(load_tokenizer(self.config.llm), self.context)
 
     def make_module(self) -> None:
-        """Builds an own copy of the policy."""
+        """Builds an own copy of the policy, for sampling alone: its weights have the size of ``dtype``."""
         spaces = self.get_spaces()[DEFAULT_MODULE_ID]
         spec = self.config.get_default_rl_module_spec()
         spec.observation_space, spec.action_space = spaces
-        self.share_module(spec.build())
+        module = spec.build()
+        module.llm.to(module.dtype)
+        self.share_module(module)
 
     def share_module(self, module: LLMRLModule) -> None:
         """Samples from this module from now on."""

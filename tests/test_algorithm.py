@@ -109,8 +109,9 @@ def test_a_checkpoint_restores_with_another_number_of_runners(make: Make, tmp_pa
     moments = [o["default_policy_default_optimizer"]["state"]["state"][0]["exp_avg"] for o in optimisers]
     assert np.array_equal(*moments)
     assert first.evaluate() == second.evaluate()
-    results = [row(first), row(second)]
-    assert results[0]["training_iteration"] == results[1]["training_iteration"] == 4
+    for iteration in (4, 5, 6):
+        results = [row(first), row(second)]
+        assert results[0]["training_iteration"] == results[1]["training_iteration"] == iteration
     assert equal(weights(first), weights(second))
 
 
@@ -219,7 +220,7 @@ def test_a_run_whose_rollouts_are_all_void_stops_with_the_reason(make: Make, toy
         ({"engine": "vllm"}, "engine"),
         ({"dtype": "float16"}, "dtype"),
         ({"temperature": 0}, "temperature"),
-        ({"num_learners": 2}, "num_learners"),
+        ({"num_learners": -1}, "num_learners"),
         ({"train_batch_size": 4000}, "no effect on MHGPO"),
         ({"minibatch_questions": 25}, "minibatch_questions"),
         ({"lr": "fast"}, "lr.*found 'fast'"),

@@ -91,12 +91,13 @@ def test_a_sweep_trains_where_it_can_and_says_why_where_not(place: Place) -> Non
     assert list(checkpoint.parent.glob("events.out.tfevents.*"))
 
 
-def test_an_interrupted_run_is_saved_and_resumed(place: Place) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_is_saved_and_resumed(place: Place, how: signal.Signals) -> None:
     run = place.start("long.yaml")
     assert run.stdout is not None
     for line in run.stdout:
         if "iteration 3/40" in line:
-            run.send_signal(signal.SIGINT)
+            run.send_signal(how)
             break
     rest, err = run.communicate(timeout=60)
     assert run.returncode == 130, rest + err
@@ -111,6 +112,20 @@ def test_an_interrupted_run_is_saved_and_resumed(place: Place) -> None:
     assert run.returncode == 0, out + err
     assert out.startswith(f"iteration {iteration + 1}/40 "), out
     assert "40 iterations" in out.splitlines()[-1]
+
+
+def test_a_killed_run_loses_no_more_than_the_iteration_at_work(place: Place) -> None:
+    run = place.start("long.yaml")
+    assert run.stdout is not None
+    for line in run.stdout:
+        if "iteration 5/40" in line:
+            run.kill()
+            break
+    run.communicate(timeout=60)
+    run = place.start("long.yaml", "--resume", "--stop", '{"training_iteration": 8}')
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 0, out + err
+    assert int(out.split()[1].partition("/")[0]) >= 5, out
 
 
 SESSIONS = """

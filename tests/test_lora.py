@@ -92,6 +92,15 @@ def test_own_adapters_are_trained_by_their_own_agent(make: Make) -> None:
     assert all(".answerer." in name for name in moved)
 
 
+def test_roles_with_adapters_of_their_own_are_updated_one_after_the_other(make: Make) -> None:
+    """HAPPO's kind: an optimiser step a role, each on its own adapter."""
+    algorithm = make(lora={"rank": 4, "adapters": AGENTS}, sequential_updates=True, evaluation_interval=None)
+    before = adapters(algorithm)
+    assert np.isfinite(row(algorithm)["grad_norm"])
+    after = adapters(algorithm)
+    assert all(not np.array_equal(before[name], after[name]) for name in before if ".lora_B." in name)
+
+
 @pytest.mark.parametrize(
     ("lora", "message"),
     [

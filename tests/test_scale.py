@@ -11,12 +11,14 @@ import pytest
 import ray
 from transformers import AutoModelForCausalLM
 
-from rllib_mhgpo.algorithms.checkpoints import POLICY, SHARDS, check_shards, read_shard, write_shard
+from rllib_mhgpo.algorithms.checkpoints import MANIFEST, POLICY, SHARDS, check_shards, read_shard, write_shard
+from rllib_mhgpo.algorithms.llm_algorithm import refuse_shared_gpus
 from rllib_mhgpo.algorithms.mhgpo import MHGPO
 from rllib_mhgpo.algorithms.runner_pool import Deal, RunnerPool
 from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
 from rllib_mhgpo.runner import Rollouts
 from tests.rig import equal, row, weights
+from tests.toys import PROMPTS
 
 Make = Callable[..., MHGPO]
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -116,6 +118,74 @@ def test_sampling_ahead_uses_weights_of_one_update_before(make: Make) -> None:
     assert results[1]["dev"]["iteration"] == 2
 
 
+def checkpoints(algorithm: MHGPO, folder: Path) -> list[Path]:
+    paths = []
+    for number in range(2):
+        row(algorithm)
+        paths.append(Path(algorithm.save_to_path(folder / f"checkpoint_00000{number}")))
+    return paths
+
+
+@pytest.mark.parametrize("fault", ["cut", "flipped", "missing"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    make: Make, tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    algorithm = make(evaluation_interval=None)
+    first, second = checkpoints(algorithm, tmp_path)
+    (file,) = (second / POLICY).glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes({"cut": content[:-1], "flipped": content[:-9] + b"x" + content[-8:]}.get(fault, b""))
+    if fault == "missing":
+        file.unlink()
+    with pytest.raises(CheckpointError, match=r"the checkpoint is damaged: .*model\.safetensors"):
+        algorithm.restore_from_path(second)
+    algorithm.load_checkpoint(str(second))
+    assert algorithm.iteration == 1
+    assert "model.safetensors" in caplog.text
+    (first / MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match="no checkpoint of the run is whole"):
+        algorithm.load_checkpoint(str(second))
+
+
+def test_a_run_is_not_continued_with_other_questions(make: Make, tmp_path: Path, toy_questions_file: Path) -> None:
+    path = make(evaluation_interval=None).save_to_path(tmp_path / "checkpoint")
+    other = tmp_path / "other.json"
+    other.write_text(toy_questions_file.read_text().replace("what is 3?", "what was 3?"))
+    env_config = {"questions": str(other), "dev_questions": None, "prompts": PROMPTS}
+    algorithm = make(env_config=env_config, evaluation_interval=None)
+    with pytest.raises(CheckpointError, match=r"had other questions: expected fingerprint \w{12}, found \w{12}"):
+        algorithm.restore_from_path(path)
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_and_stops_a_lost_run(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """R8: the weights stay, the generation is named, and after enough steps in a row the run ends."""
+    algorithm = make(evaluation_interval=None, minibatch_questions=1, max_skipped_steps=5)
+    before, assign_credit = weights(algorithm), algorithm.assign_credit
+
+    def with_nan(flat: Any) -> Any:
+        return {**assign_credit(flat), "advantage": np.full(len(flat.agent), np.nan)}
+
+    algorithm.assign_credit = with_nan  # type: ignore[method-assign]
+    assert row(algorithm)["skipped_steps"] == 3
+    assert equal(weights(algorithm), before)
+    assert "the loss was not finite in a micro-batch with question" in caplog.text
+    with pytest.raises(MHGPOError, match="6 optimiser steps in a row had no finite gradient"):
+        row(algorithm)
+
+
+@pytest.mark.parametrize(
+    ("guard", "message"), [({"max_kl": 1e-9}, "above max_kl"), ({"min_entropy": 50.0}, "below min_")]
+)
+def test_guards_stop_a_run(make: Make, guard: dict[str, float], message: str) -> None:
+    algorithm = make(evaluation_interval=None, kl_beta=0.01, **guard)
+    if "max_kl" in guard:
+        row(algorithm)  # the KL is 0 before the first update
+    with pytest.raises(MHGPOError, match=message):
+        row(algorithm)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -131,6 +201,14 @@ def test_sampling_ahead_uses_weights_of_one_update_before(make: Make) -> None:
 def test_settings_that_do_not_fit_are_refused(config: Callable[..., Any], changes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**changes).validate()
+
+
+def test_two_learners_on_one_gpu_are_refused() -> None:
+    refuse_shared_gpus([("a" * 9, (0,)), ("a" * 9, (1,)), ("b" * 9, (0,))])
+    with pytest.raises(
+        ConfigError, match=r"learners 1 and 2 were both placed on GPU 1 of node aaaaaaaa; give each more"
+    ):
+        refuse_shared_gpus([("a" * 9, (0,)), ("a" * 9, (1,)), ("a" * 9, (1,))])
 
 
 def test_shards_of_other_learners_are_refused(tmp_path: Path) -> None:

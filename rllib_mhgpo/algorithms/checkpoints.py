@@ -1,8 +1,11 @@
-"""Checkpoints that are whole or absent: written beside their place and moved there at the end."""
+"""Checkpoints that are whole or absent: written beside their place and moved there at the end, with checksums."""
 
+import json
+import logging
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from rllib_mhgpo.errors import CheckpointError
 POLICY = Path("learner_group/learner/rl_module/default_policy")
 """Where the Hugging Face folder of the policy lies in a checkpoint."""
 
+log = logging.getLogger(__name__)
+MANIFEST = "manifest.json"
 SHARDS = Path("optimizer_shards")
 """Where a checkpoint has the parts of optimisers that are spread over learners."""
 
@@ -35,6 +40,7 @@ def whole_or_absent(save: Callable[..., str], path: str | Path | None, **kwargs:
     try:
         part.mkdir(parents=True)
         save(part, **kwargs)
+        write_manifest(part)
         old = place.with_name(f".{place.name}.old{os.getpid()}")
         if place.exists():
             place.rename(old)
@@ -48,6 +54,56 @@ def whole_or_absent(save: Callable[..., str], path: str | Path | None, **kwargs:
             f"{place}: the checkpoint cannot be written: {error}. Nothing was left behind."
         ) from error
     return str(place)
+
+
+def write_manifest(folder: Path) -> None:
+    """Writes sizes and checksums of all files of a checkpoint into it."""
+    files = {str(file.relative_to(folder)): _size_and_sum(file) for file in sorted(folder.rglob("*")) if file.is_file()}
+    (folder / MANIFEST).write_text(json.dumps(files, indent=1))
+
+
+def damage(folder: Path) -> str | None:
+    """Says which file of a checkpoint is missing or not as it was written; None where all are, or nothing is known."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return f"{folder / MANIFEST} cannot be read"
+    for name, (size, checksum) in files.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{file} is missing"
+        if file.stat().st_size != size:
+            return f"{file} has {file.stat().st_size:,} bytes, {size:,} were written"
+        if _size_and_sum(file)[1] != checksum:
+            return f"{file} holds other bytes than were written"
+    return None
+
+
+def last_whole(folder: Path) -> Path:
+    """Returns the checkpoint, or the one before it in the same run where it is damaged.
+
+    Raises:
+        CheckpointError: none is whole.
+    """
+    earlier = [other for other in sorted(folder.parent.glob("checkpoint_*"), reverse=True) if other.name < folder.name]
+    faults = []
+    for candidate in (folder, *earlier):
+        if (fault := damage(candidate)) is None:
+            if faults:
+                log.warning("Checkpoint damaged: %s. Going on from the one before, %s.", faults[0], candidate)
+            return candidate
+        faults.append(fault)
+    raise CheckpointError(f"no checkpoint of the run is whole: {'; '.join(faults)}. Start a new run.")
+
+
+def _size_and_sum(file: Path) -> list[int]:
+    checksum = 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return [file.stat().st_size, checksum]
 
 
 def write_shard(folder: Path, learner: int, shard: dict[str, NDArray[Any]]) -> None:

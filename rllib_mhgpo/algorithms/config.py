@@ -316,7 +316,7 @@ class LLMConfig(AlgorithmConfig):
             )
         if len(given) > 1 and not self.zero_stage:
             raise ConfigError("config: deepspeed: offloading and DeepSpeed's own keys need a zero_stage of 1 to 3.")
-        if self.sample_ahead and not self.num_env_runners:
+        if self.sample_ahead and not self.num_env_runners and not self.in_evaluation:
             raise ConfigError("config: sample_ahead: expected num_env_runners of at least 1, found 0.")
         if self.sample_ahead and self.rollout_is_cap is None:
             raise ConfigError(

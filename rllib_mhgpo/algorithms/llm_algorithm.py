@@ -3,12 +3,14 @@
 A subclass says how rewards become advantages; nothing else differs.
 """
 
+import json
 import logging
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,19 @@ from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
 
 from rllib_mhgpo.algorithms import results
-from rllib_mhgpo.algorithms.checkpoints import check_shards, read_shard, whole_or_absent, write_shard
+from rllib_mhgpo.algorithms.checkpoints import (
+    check_shards,
+    damage,
+    last_whole,
+    read_shard,
+    whole_or_absent,
+    write_shard,
+)
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
 from rllib_mhgpo.credit import AGGREGATIONS, propagate, token_weights
-from rllib_mhgpo.errors import ConfigError, MHGPOError
+from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
 from rllib_mhgpo.packing import balanced_shards
 from rllib_mhgpo.runner import IN_STEP, Published
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
@@ -186,6 +195,9 @@ class LLMAlgorithm(Algorithm):
         self.pool = RunnerPool(self.env_runner_group, self.config.sample_timeout_s)
         facts = self.pool.first(lambda r: (list(r.env.possible_agents), r.num_roots("train"), r.num_roots("dev")))
         self.agents, self.num_roots, self.num_dev_roots = facts
+        self._facts: dict[str, str] = self.pool.first(lambda r: dict(getattr(r.env.unwrapped, "fingerprints", {})))
+        if self.config.num_learners > 1 and self.config.num_gpus_per_learner:
+            refuse_shared_gpus(self.on_learners(lambda learner: learner.place()))
         self._check_roots()
         self.check_agents()
         self._ahead = {}
@@ -281,7 +293,8 @@ class LLMAlgorithm(Algorithm):
 
     def get_metadata(self) -> dict[str, Any]:
         """Adds algorithm and configuration as JSON, so that the policy can be used without reading a pickle."""
-        return {**super().get_metadata(), "algorithm": type(self).__name__, "config": self.config.as_json()}
+        own = {"algorithm": type(self).__name__, "config": self.config.as_json()}
+        return {**super().get_metadata(), **own, "data": self._facts, "versions": versions()}
 
     def save_to_path(self, path: Any = None, **kwargs: Any) -> str:
         """Writes a checkpoint, whole or not at all."""
@@ -300,7 +313,14 @@ class LLMAlgorithm(Algorithm):
         return folder
 
     def restore_from_path(self, path: Any, *args: Any, **kwargs: Any) -> None:
-        """Takes the state of a checkpoint, and gives the runners its weights."""
+        """Takes the state of a checkpoint, and gives the runners its weights.
+
+        Raises:
+            CheckpointError: a file is damaged, or questions and corpus are not those of the run that wrote it.
+        """
+        if "component" not in kwargs and (fault := damage(Path(path))):
+            raise CheckpointError(f"{path}: the checkpoint is damaged: {fault}. Restore the one before.")
+        self._check_facts(Path(path))
         super().restore_from_path(path, *args, **kwargs)
         if self.config.zero_stage:
             check_shards(Path(path), self.config.num_learners)
@@ -309,6 +329,25 @@ class LLMAlgorithm(Algorithm):
                 self._on_learner(index, lambda learner, shard=shard: learner.set_shards(ray.get(shard)))
         self._ahead = {}
         self._sync()
+
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Goes on from a checkpoint as Tune asks; from the one before where it is damaged."""
+        super().load_checkpoint(str(last_whole(Path(checkpoint_dir))))
+
+    def _check_facts(self, path: Path) -> None:
+        try:
+            written = json.loads((path / self.METADATA_FILE_NAME).read_text())
+        except (OSError, ValueError):
+            return
+        for name, fingerprint in written.get("data", {}).items():
+            if (mine := self._facts.get(name, fingerprint)) != fingerprint:
+                raise CheckpointError(
+                    f"{path}: the run that wrote it had other {name}: expected fingerprint {fingerprint[:12]}, found "
+                    f"{mine[:12]}. Give it the same, or start a new run from its policy folder with `llm`."
+                )
+        for package, theirs in written.get("versions", {}).items():
+            if (mine := versions().get(package)) != theirs:
+                log.warning("%s: written with %s %s, this is %s.", path, package, theirs, mine)
 
     # --- learners ------------------------------------------------------------------------------------------------
 
@@ -437,6 +476,33 @@ class LLMAlgorithm(Algorithm):
         started = time.perf_counter()
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+
+def refuse_shared_gpus(places: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    """Refuses two learners on one GPU, between which NCCL cannot talk.
+
+    Args:
+        places: of each learner its node and its GPUs.
+
+    Raises:
+        ConfigError: which learners share one.
+    """
+    for index, place in enumerate(places):
+        if place in places[:index]:
+            node, gpus = place
+            raise ConfigError(
+                f"config: num_gpus_per_learner: learners {places.index(place)} and {index} were both placed on GPU "
+                f"{', '.join(map(str, gpus))} of node {node[:8]}; give each more than 0.5 of a GPU."
+            )
+
+
+def versions() -> dict[str, str]:
+    """The packages that a run's numbers depend on."""
+    found = {}
+    for package in ("ray", "torch", "transformers", "rllib-mhgpo"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def learner_failure(errors: Sequence[Exception]) -> Exception:

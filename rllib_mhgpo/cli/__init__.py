@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from rllib_mhgpo import __version__
-from rllib_mhgpo.cli import ask, evaluate, example, index, score, train
+from rllib_mhgpo.cli import ask, evaluate, example, index, plan, score, train
 from rllib_mhgpo.errors import MHGPOError
 
 
@@ -42,6 +42,7 @@ app.add_typer(index.app, name="index")
 app.add_typer(example.app, name="example")
 app.command("ask", epilog=ask.EXAMPLES)(ask.ask)
 app.command("score")(score.score)
+app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C during a run: Tune saves the experiment's state, and everything has ended within ten seconds.
+"""Ctrl-C or a cluster's SIGTERM during a run: Tune saves the experiment's state, and all has ended within ten seconds.
 
 Tune alone would wait for the iteration at work, then ten seconds more; what matters is on disk by then, so actors that
 are still at work after a grace period are killed.
@@ -21,9 +21,9 @@ GRACE_S = 3.0  # Ray takes two or three seconds more to shut down
 
 @contextmanager
 def interruptible(progress: Progress) -> Iterator[threading.Event]:
-    """Lets Ctrl-C end the run in order: state is saved, actors are asked to stop and killed after a grace period.
+    """Lets Ctrl-C and SIGTERM end the run in order: state is saved, actors are asked to stop, then killed.
 
-    A second Ctrl-C raises KeyboardInterrupt at once.
+    A second signal raises KeyboardInterrupt at once.
 
     Yields:
         The event that is set by the first.
@@ -37,14 +37,15 @@ def interruptible(progress: Progress) -> Iterator[threading.Event]:
         interrupted.set()
         progress.console.print("Stopping; Ctrl-C again to stop at once.")
         tune_stops(number, frame)
-        signal.signal(signal.SIGINT, on_interrupt)  # Tune's handler puts back the one that it found
+        signal.signal(number, on_interrupt)  # Tune's handler puts back the one that it found
         actors = [trial.temporary_state.ray_actor for trial in progress.trials]
         timer = threading.Timer(GRACE_S, _kill, args=[[actor for actor in actors if actor is not None]])
         timer.daemon = True
         timer.start()
 
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
-    signal.signal(signal.SIGINT, on_interrupt)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_interrupt)
     try:
         yield interrupted
     finally:

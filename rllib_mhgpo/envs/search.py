@@ -114,6 +114,11 @@ class SearchEnv(TokenEnv):
         load_reward(config.get("reward", "f1"))
         load_penalties(config.get("penalties", True), cls.kinds)
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Of the training questions and of the corpus; a run is not continued with others."""
+        return {"questions": self.splits["train"].fingerprint, "corpus": self.retriever.corpus.fingerprint}
+
     def num_roots(self, split: str = "train") -> int:
         """Returns the number of questions; 0 where there is no such split."""
         return len(self.splits.get(split, ()))

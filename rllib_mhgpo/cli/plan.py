@@ -1,0 +1,185 @@
+"""``rllib plan``: what an experiment needs of memory, wire and Ray, before anything is started."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rllib_mhgpo.cli.experiments import change, load_experiments
+from rllib_mhgpo.errors import ConfigError
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+  rllib plan tuned_examples/mhgpo_hotpot.yaml
+
+  rllib plan tuned_examples/mhgpo_hotpot_llama31_8b.yaml --gpu-gb 80
+"""
+PROCESS = 0.65e9
+"""What Python, torch, transformers and Ray take by themselves."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """One kind of process.
+
+    Attributes:
+        name, count: what it is and how many there are.
+        gpus: that each asks Ray for.
+        parts: bytes by what they are for, in its GPU's memory or, without one, in the CPU's.
+        offloaded: bytes in the CPU's memory beside them.
+    """
+
+    name: str
+    count: int
+    gpus: float
+    parts: dict[str, float]
+    offloaded: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Bytes in all."""
+        return sum(self.parts.values())
+
+
+def plan(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A .yaml file of experiments, or a .py file.")],
+    gpu_gb: Annotated[float, typer.Option(help="Memory of one GPU in GB; that of this machine's by default.")] = 0,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY.PATH=VALUE", help="Change one setting. Repeatable.")
+    ] = None,
+) -> None:
+    """Show memory by process, what travels, and what Ray is asked for; say what does not fit."""
+    from rllib_mhgpo.cli.checks import check, variants
+    from rllib_mhgpo.cli.launch import is_own, prepare
+
+    prepare(0)
+    console = Console()
+    fits = True
+    for name, experiment in load_experiments(path).items():
+        for assignment in set_ or []:
+            change(experiment, assignment)
+        algorithm: Any = check(name, experiment)
+        if not is_own(algorithm):
+            raise ConfigError(f"plan: {name} runs {algorithm.__name__}; expected an algorithm of this package.")
+        settings = next(variants(experiment["config"]))
+        fits &= show(console, name, algorithm, settings, gpu_gb * 1e9 or gpu_memory())
+    raise typer.Exit(0 if fits else 1)
+
+
+def show(console: Console, name: str, algorithm: Any, settings: Mapping[str, Any], gpu_bytes: float) -> bool:
+    """Prints the plan of one experiment; returns whether all of it fits."""
+    config = algorithm.get_default_config().update_from_dict(dict(settings))
+    config.validate()
+    found = list(processes(config))
+    table = Table(title=f"{name}: memory of a process, GB", title_justify="left")
+    table.add_column()
+    for process in found:
+        table.add_column(f"{process.name} x {process.count}", justify="right")
+    for part in dict.fromkeys(part for process in found for part in process.parts):
+        table.add_row(part, *(f"{process.parts[part] / 1e9:.2f}" if part in process.parts else "" for process in found))
+    table.add_row("all", *(f"{process.total / 1e9:.2f}" for process in found), style="bold")
+    table.add_row("in the CPU's memory", *(f"{process.offloaded / 1e9:.2f}" for process in found))
+    table.add_row("GPUs", *(f"{process.gpus:g}" for process in found))
+    console.print(table)
+    for line in (*traffic(config), requested(algorithm, settings)):
+        console.print(line)
+    faults = list(misfits(found, gpu_bytes))
+    for fault in faults:
+        console.print(f"[bold red]does not fit:[/] {fault}")
+    return not faults
+
+
+def processes(config: Any) -> Iterator[Process]:
+    """Yields the processes of a run with their memory."""
+    from rllib_mhgpo import footprint
+    from rllib_mhgpo.llms.shape import model_shape
+
+    shape = model_shape(config.llm, config.lora)
+    deepspeed = config.deepspeed or {}
+    how = footprint.Sharding(
+        max(1, config.num_learners), config.zero_stage, bool(config.zero_stage) and config.dtype == "bfloat16",
+        bool(deepspeed.get("offload_optimizer")), bool(deepspeed.get("offload_param")),
+    )  # fmt: skip
+    number = footprint.BFLOAT16 if config.dtype == "bfloat16" else footprint.FLOAT32
+    tokens = config.max_tokens_per_microbatch
+    parts = footprint.model_states(shape, how)
+    if config.uses_reference and config.lora is None:
+        parts["reference"] = footprint.frozen_weights(shape, how)
+    if hasattr(config, "critic_lr"):
+        parts["critic"] = sum(footprint.model_states(model_shape(config.critic_llm or config.llm), how).values())
+    parts["activations"] = footprint.activations(shape, tokens, number, config.gradient_checkpointing)
+    parts["logits"] = footprint.logits(shape, tokens // 2)
+    moved = [name for name, off in (("optimizer", how.offload_optimizer), ("weights", how.offload_param)) if off]
+    offloaded = sum(parts.pop(name) for name in moved)
+    cache = footprint.key_value_cache(shape, config.engine_config.get("max_batch_tokens", 32768), number)
+    if config.shares_module:
+        yield Process("all in one", 1, 0, {**parts, "key-value cache": cache, "process": PROCESS})
+        return
+    gpus = config.num_gpus_per_learner if config.num_learners else 0
+    yield Process("learner", max(1, config.num_learners), gpus, parts | _process(gpus), offloaded)
+    gpus = config.num_gpus_per_env_runner
+    weights = float(shape.parameters * number)
+    yield Process(
+        "env runner", max(1, config.num_env_runners), gpus,
+        {"weights": weights, "key-value cache": cache, **_process(gpus)},
+    )  # fmt: skip
+
+
+def _process(gpus: float) -> dict[str, float]:
+    return {} if gpus else {"process": PROCESS}
+
+
+def traffic(config: Any) -> Iterator[str]:
+    """Yields what an iteration makes and sends."""
+    from rllib_mhgpo import footprint
+    from rllib_mhgpo.llms.shape import model_shape
+
+    limits, questions = config.max_response_tokens, config.questions_per_iteration
+    if isinstance(limits, dict):
+        each = footprint.generations(
+            config.rollout_strategy, len(limits), config.group_size, tuple(config.fork_probs), config.fork_counts
+        )
+        said = f"{each * questions:,.0f} responses" if each == each else "responses as the strategy says"
+        yield f"An iteration: {questions:,} questions, {said} of at most {max(limits.values())} tokens."
+    else:
+        yield f"An iteration: {questions:,} questions; name agents in max_response_tokens to see how many responses."
+    if not config.shares_module:
+        shape = model_shape(config.llm, config.lora)
+        number = footprint.BFLOAT16 if config.dtype == "bfloat16" else footprint.FLOAT32
+        size = shape.trained * number / 1e9
+        yield f"A weight sync: {size:.3f} GB to each of {max(1, config.num_env_runners)} runners."
+
+
+def requested(algorithm: Any, settings: Mapping[str, Any]) -> str:
+    """Says what Ray is asked for."""
+    request = algorithm.default_resource_request(dict(settings))
+    asked = request.required_resources if request else {}
+    return "Ray is asked for " + ", ".join(f"{amount:g} {kind}s" for kind, amount in sorted(asked.items())) + "."
+
+
+def misfits(found: list[Process], gpu_bytes: float) -> Iterator[str]:
+    """Yields what is larger than the memory that is there, with what would make it smaller."""
+    remedy = "a higher zero_stage, offloading, lora, gradient_checkpointing or a lower max_tokens_per_microbatch"
+    for process in found:
+        if process.gpus and gpu_bytes and process.total > gpu_bytes * min(1.0, process.gpus):
+            yield (
+                f"a {process.name} needs {process.total / 1e9:.1f} GB, a GPU has {gpu_bytes / 1e9:.1f} GB "
+                f"of which it asks {min(1.0, process.gpus):g}; {remedy}."
+            )
+    on_cpu = sum(p.count * (p.offloaded + (0.0 if p.gpus else p.total)) for p in found)
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if on_cpu > here and not any(process.gpus for process in found):
+        yield f"{on_cpu / 1e9:.1f} GB of memory in all, this machine has {here / 1e9:.1f} GB; {remedy}."
+
+
+def gpu_memory() -> float:
+    """Bytes of this machine's first GPU, 0 without one."""
+    import torch
+
+    return float(torch.cuda.get_device_properties(0).total_memory) if torch.cuda.is_available() else 0.0

@@ -1,0 +1,69 @@
+"""Memory by formula: against worked numbers, published sizes, and the plan that a user sees."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rllib_mhgpo.cli import app
+from rllib_mhgpo.footprint import Shape, Sharding, activations, key_value_cache, logits, model_states
+from rllib_mhgpo.llms.shape import model_shape
+
+LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
+
+
+def test_the_published_sizes_of_models() -> None:
+    """Parameters as their model cards have them: 8.03, 1.54 and 7.62 thousand millions."""
+    names = (LLAMA, "Qwen/Qwen2.5-1.5B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
+    assert [round(model_shape(name).parameters / 1e9, 2) for name in names] == [8.03, 1.54, 7.62]
+    assert model_shape("tiny").parameters == 761_216
+
+
+def test_adapters_alone_have_gradients() -> None:
+    shape = model_shape("tiny", {"rank": 16, "alpha": 32, "target_modules": "all-linear", "adapters": None})
+    # rank 16 on four attention matrices of 128 x 128, and on gate, up and down between 128 and 256, in four layers
+    assert shape.trained == 4 * 16 * (4 * (128 + 128) + 3 * (128 + 256))
+
+
+def test_zero_of_eight_thousand_million_parameters_on_eight_gpus() -> None:
+    """arXiv:1910.02054, section 3: 2 + 2 + 12 bytes a parameter, over 8 learners as the stage says."""
+    shape = model_shape(LLAMA)
+    totals = [sum(model_states(shape, Sharding(8, stage, True)).values()) / shape.parameters for stage in (1, 2, 3)]
+    assert totals == pytest.approx([2 + 2 + 12 / 8, 2 + (2 + 12) / 8, 16 / 8])
+    assert key_value_cache(shape, 1, 2) == 131_072  # two times 32 layers of 8 heads of 128, two bytes each
+
+
+def test_activations_and_logits_grow_with_tokens_alone() -> None:
+    shape = Shape(0, 0, layers=2, width=4, inner=8, heads=2, kv_heads=1, head=2, vocabulary=10)
+    assert activations(shape, 3, 4, False) == 3 * 2 * (8 * 4 + 4 * 4 + 4 * 2 + 5 * 8) * 4
+    assert activations(shape, 3, 4, True) == 3 * (2 * 4 + 96) * 4
+    assert logits(shape, 5) == 3 * 5 * 10 * 4
+
+
+def plan(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    return result.exit_code, result.output + (result.stderr if result.exit_code else "")
+
+
+def test_the_plan_of_the_default_job() -> None:
+    code, shown = plan("tuned_examples/mhgpo_hotpot.yaml")
+    assert code == 0
+    assert "24 questions, 288 responses of at most 32 tokens" in shown
+    assert "Ray is asked for 2 CPUs" in shown
+
+
+def test_what_does_not_fit_is_said_with_the_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "large.yaml"
+    file.write_text(
+        "large: {run: MHGPO, config: {llm: meta-llama/Llama-3.1-8B-Instruct, dtype: bfloat16, num_learners: 8, "
+        "num_gpus_per_learner: 1, num_env_runners: 8, num_gpus_per_env_runner: 1, deepspeed: {zero_stage: 1}, "
+        "env_config: {questions: 'minipedia:train'}}}"
+    )
+    code, shown = plan(str(file), "--gpu-gb", "24")
+    assert code == 1
+    assert "a learner needs" in shown.replace("\n", " ")
+    assert "zero_stage" in shown
+    code, shown = plan(str(file), "--gpu-gb", "24", "--set", "deepspeed.zero_stage=3", "--set", "kl_beta=0",
+                       "--set", "gradient_checkpointing=true", "--set", "max_tokens_per_microbatch=2048")  # fmt: skip
+    assert code == 0, shown
+    assert plan("tuned_examples/ppo_cartpole.py")[0] == 1
