@@ -28,12 +28,16 @@ class Rollouts:
 
     Attributes:
         trees: one a root, in the order asked.
-        seconds: by phase: ``generate``, ``step``, ``retrieve`` (a part of step), ``total``.
+        seconds: by phase: ``generate``, ``step``, those of :data:`IN_STEP`, ``total``.
         weights_seq_no: which weights sampled them.
     """
 
     def __init__(self, trees: list[RolloutTree], seconds: dict[str, float], weights_seq_no: int) -> None:
         self.trees, self.seconds, self.weights_seq_no = trees, seconds, weights_seq_no
+
+
+IN_STEP = ("retrieve", "encode", "search")
+"""Parts of ``step`` that an environment times: retrieval in all, and in it making vectors and searching."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,10 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         assert self.engine is not None, "the runner has no policy yet"
         seconds: dict[str, float] = {}
         timings = getattr(self.env, "timings", {})
-        retrieved, started = timings.get("retrieve_s", 0.0), time.perf_counter()
+        before, started = dict(timings), time.perf_counter()
         trees = play(self.env, self.engine, roots, replace(how, context=self.context), seconds)
-        seconds["retrieve"] = timings.get("retrieve_s", 0.0) - retrieved
+        for phase in IN_STEP:
+            seconds[phase] = timings.get(f"{phase}_s", 0.0) - before.get(f"{phase}_s", 0.0)
         seconds["total"] = time.perf_counter() - started
         return Rollouts(trees, seconds, self.weights_seq_no)
 

@@ -41,7 +41,7 @@ from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
 from rllib_mhgpo.credit import AGGREGATIONS, propagate, token_weights
 from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
 from rllib_mhgpo.packing import balanced_shards
-from rllib_mhgpo.runner import Published
+from rllib_mhgpo.runner import IN_STEP, Published
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
 from rllib_mhgpo.train_batch import TrainBatch
 from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
@@ -157,7 +157,7 @@ class LLMAlgorithm(Algorithm):
             parts, self._ahead = self.pool.finish(self._ahead), {}
         else:
             parts = self.pool.roll_out(roots, self.recorder.recorded(self._training_play(self.iteration), roots))
-        for phase in ("generate", "step", "retrieve"):
+        for phase in ("generate", "step", *IN_STEP):
             longest = max(part.seconds.get(phase, 0.0) for part in parts)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + longest
         self._staleness = self._updates - parts[0].weights_seq_no if self.config.num_env_runners else 0
