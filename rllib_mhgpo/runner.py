@@ -16,7 +16,7 @@ from ray.rllib.env.env_runner import EnvRunner
 from ray.rllib.utils.checkpoints import Checkpointable
 from ray.rllib.utils.metrics import WEIGHTS_SEQ_NO
 
-from rllib_mhgpo.engines import Engine, HFEngine
+from rllib_mhgpo.engines import HFEngine
 from rllib_mhgpo.llms import context_length, load_tokenizer
 from rllib_mhgpo.modules import LLMRLModule
 from rllib_mhgpo.tree import RolloutTree
@@ -42,7 +42,6 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         self.module: LLMRLModule | None = None
-        self.engine: Engine | None = None
         self.weights_seq_no = 0
         self.make_env()
         if not config.shares_module:
@@ -64,15 +63,16 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         """Samples from this module from now on."""
         self.module = module
         settings = {"tokenizer": module.tokenizer, **self.config.engine_config}
-        self.engine = HFEngine(module.llm, module.eos_ids, module.dtype, **settings)
+        self.opponents = self.config.cast(HFEngine(module.llm, module.eos_ids, module.dtype, **settings))
 
     def rollout(self, roots: Sequence[int], how: Play) -> Rollouts:
         """Plays the roots and returns their trees."""
-        assert self.engine is not None, "the runner has no policy yet"
+        assert self.module is not None, "the runner has no policy yet"
+        engine = self.opponents.at(how.seed[-1])
         seconds: dict[str, float] = {}
         timings = getattr(self.env, "timings", {})
         retrieved, started = timings.get("retrieve_s", 0.0), time.perf_counter()
-        trees = play(self.env, self.engine, roots, replace(how, context=self.context), seconds)
+        trees = play(self.env, engine, roots, replace(how, context=self.context), seconds)
         seconds["retrieve"] = timings.get("retrieve_s", 0.0) - retrieved
         seconds["total"] = time.perf_counter() - started
         return Rollouts(trees, seconds, self.weights_seq_no)

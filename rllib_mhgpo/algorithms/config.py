@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
+from rllib_mhgpo.algorithms.opponents import Opponents, check_opponents
 from rllib_mhgpo.algorithms.registration import check_environment, import_named, make_environment, register
 from rllib_mhgpo.credit import AGGREGATIONS
 from rllib_mhgpo.errors import ConfigError, did_you_mean
@@ -64,6 +65,12 @@ class LLMConfig(AlgorithmConfig):
         Field(description="longest response: one number, or one by agent"),
     ] = 64
     common_noise: Annotated[bool, Field(description="branches of a tree see the same noise of the environment")] = False
+    max_turns: Annotated[int, Field(ge=1, description="acts after which an episode that has not ended is voided")] = (
+        1000
+    )
+    env_errors: Annotated[
+        Literal["stop", "void"], Field(description="what an environment's exception does to the run, or to the rollout")
+    ] = "stop"
     rollout_strategy: Annotated[
         str, Field(description="where rollouts fork: fof, rr, fof_os, is, fork_counts or module:Class")
     ] = "fof"
@@ -121,6 +128,13 @@ class LLMConfig(AlgorithmConfig):
         bool, Field(description="one optimiser step a role, in random order, weighted by earlier roles' ratios (HAPPO)")
     ] = False
     train_agents: Annotated[list[str] | None, Field(description="roles to train, all when null")] = None
+    opponents: Annotated[
+        dict[str, str],
+        Field(description="who plays agents that are not trained: random, past, a checkpoint or model, module:function"),
+    ] = {}  # noqa: RUF012  # copied
+    opponent_refresh: Annotated[
+        int, Field(ge=1, description="iterations after which the opponent past becomes the present policy")
+    ] = 10
 
     def __init__(self, algo_class: Any = None) -> None:
         super().__init__(algo_class=algo_class)
@@ -170,6 +184,10 @@ class LLMConfig(AlgorithmConfig):
         if self.penalties is not True:
             offered["penalties"] = self.penalties
         return make_environment(self.env, offered, self.env_config)
+
+    def cast(self, engine: Any) -> Opponents:
+        """Returns the policy's engine with the opponents in their places."""
+        return Opponents(engine, self.opponents, self.opponent_refresh)
 
     def training(self, **settings: Any) -> Self:
         """Sets any of this package's keys, and those of RLlib's ``training()``."""
@@ -255,6 +273,7 @@ class LLMConfig(AlgorithmConfig):
             raise ConfigError(
                 "config: kl_in_reward: expected a kl_beta above 0, found 0; raise it, or leave the KL out."
             )
+        check_opponents(self.opponents)
         counts = self.fork_counts or []
         if self.rollout_strategy == "fork_counts" and (max(counts, default=0) < 2 or min(counts) < 1):
             raise ConfigError(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from pettingzoo import AECEnv
 
-from rllib_mhgpo.algorithms.checkpoints import POLICY
+from rllib_mhgpo.algorithms.checkpoints import POLICY, find_checkpoint
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import resolve_algorithm
 from rllib_mhgpo.engines import Cast, Engine, HFEngine
@@ -104,26 +104,14 @@ def open_system(checkpoint: str | Path, env_config: Mapping[str, Any]) -> System
 def assemble(config: LLMConfig, llm: str) -> System:
     """Puts together the system of a configuration with a model that may be another than the configuration's."""
     context = context_length(llm)
-    return System(config.make_env(load_tokenizer(llm), context), _engine(llm, config), config, context)
+    engine = config.cast(_engine(llm, config)).at(0)
+    return System(config.make_env(load_tokenizer(llm), context), engine, config, context)
 
 
 def _engine(llm: str, config: LLMConfig) -> HFEngine:
     model, tokenizer = load_model(llm), load_tokenizer(llm)
     settings = {"tokenizer": tokenizer, **config.engine_config}
     return HFEngine(model, eos_ids(model, tokenizer), getattr(torch, config.dtype), **settings)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Returns the checkpoint itself for a checkpoint, or the last one of a trial or experiment folder."""
-    if (path / "rllib_checkpoint.json").is_file():
-        return path
-    found = sorted(path.glob("**/checkpoint_*/rllib_checkpoint.json"), key=lambda file: file.stat().st_mtime)
-    if not found:
-        raise CheckpointError(
-            f"{path}: expected a checkpoint folder (with rllib_checkpoint.json) or a run's folder with checkpoints,"
-            f" found {'neither' if path.exists() else 'nothing there'}."
-        )
-    return found[-1].parent
 
 
 def record(tree: RolloutTree) -> Record:

@@ -79,6 +79,11 @@ class LLMAlgorithm(Algorithm):
         strangers = [agent for agent in config.train_agents or [] if agent not in self.agents]
         if strangers or config.train_agents == []:
             raise ConfigError(f"config: train_agents: expected some of {self.agents}, found {config.train_agents}.")
+        strangers = [agent for agent in config.opponents if agent not in self.agents]
+        if strangers or set(config.opponents) == set(self.agents):
+            raise ConfigError(
+                f"config: opponents: expected some of {self.agents}, but not all, found {list(config.opponents)}."
+            )
 
     def strategy(self) -> Strategy:
         """Where this iteration's rollouts fork."""
@@ -104,6 +109,7 @@ class LLMAlgorithm(Algorithm):
         config, counted = self.config, flat.trained.copy()
         if config.train_agents is not None:
             counted &= np.isin(flat.agent, [self.agents.index(agent) for agent in config.train_agents])
+        counted &= ~np.isin(flat.agent, [self.agents.index(agent) for agent in config.opponents])
         if config.overlong_filter:
             counted &= ~np.array([generation.truncated for generation in flat.generations])
         return counted
@@ -249,6 +255,8 @@ class LLMAlgorithm(Algorithm):
             seed=(self.run_seed, self.iteration),
             split=split,
             common_noise=self.config.common_noise,
+            void_errors=self.config.env_errors == "void",
+            max_turns=self.config.max_turns,
         )
 
     def _roll_out(self, roots: Sequence[int], how: Play) -> list[Rollouts]:
