@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from rllib_mhgpo import __version__
-from rllib_mhgpo.cli import evaluate, example, train
+from rllib_mhgpo.cli import env, evaluate, example, train
 from rllib_mhgpo.errors import MHGPOError
 
 
@@ -39,6 +39,7 @@ app = typer.Typer(
 )
 app.add_typer(train.app, name="train")
 app.add_typer(example.app, name="example")
+app.add_typer(env.app, name="env")
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 
 

@@ -31,7 +31,7 @@ WORDS = (
     *COMMENTS, "x", "o", "move", "moves", "yes", "no", "more", "less", "left", "right", "up", "down", "rock", "paper",
     "scissors", "first", "second", "number", "guess", "target", "score", "you", "they", "say", "and", "is",
 )  # fmt: skip
-STEPS, BATCH, LR, WARMUP = 4000, 48, 3e-3, 100
+STEPS, BATCH, LR, WARMUP = 2500, 32, 3e-3, 100
 Row = tuple[str, str]
 """What is read, what is said."""
 

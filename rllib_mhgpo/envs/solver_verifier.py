@@ -4,6 +4,7 @@ Two agents of one policy; nothing is retrieved. The last answer decides what bot
 comment has no form.
 """
 
+from collections.abc import Sequence
 from random import Random
 from typing import Any, ClassVar
 
@@ -80,14 +81,16 @@ class SolverVerifierEnv(TokenEnv):
         return {"question": written(self.digits, ()), "said": self.said, "gold": str(sum(self.digits))}
 
 
-def written(digits: tuple[int, ...], said: list[str] | tuple[str, ...]) -> str:
-    """Writes what is read after ``said``.
+def written(digits: tuple[int, ...], said: Sequence[str]) -> str:
+    """Writes what is read after ``said``; each act's prompt ends otherwise, so that none looks like another's reply.
 
-    >>> written((3, 4, 5), ["12", "right"])
-    '3 + 4 + 5 = 12 right ; ='
+    >>> written((3, 4, 5), ["12"]), written((3, 4, 5), ["12", "right"])
+    ('3 + 4 + 5 = 12 ?', '3 + 4 + 5 = 12 ? right ; =')
     """
-    parts = [" + ".join(map(str, digits)), "=", *said]
-    return " ".join([*parts, *(("; =",) if len(said) == 2 else ())])
+    parts = [" + ".join(map(str, digits)), "="]
+    for text, sign in zip(said, ("?", "; ="), strict=False):
+        parts += [text, sign]
+    return " ".join(parts)
 
 
 def sums(split: str) -> list[tuple[int, ...]]:
