@@ -96,9 +96,7 @@ class Branch:
 
     def visit(self) -> Visit:
         """Where this trajectory stands."""
-        agent, agents = self.env.agent_selection, self.env.possible_agents
-        if agent not in agents:
-            raise ConfigError(f"env: {agent!r} is to act, but possible_agents has only {agents}; name all agents there.")
+        agent, agents = acting(self.env), self.env.possible_agents
         act = len(self.latest.get(agent, ()))
         return Visit(self.tree.root, agent, agents.index(agent), len(agents), act, self.path, self.acts)
 
@@ -260,9 +258,21 @@ def _note(branch: Branch, how: Play) -> bool:
     return ended
 
 
+def acting(env: AECEnv) -> str:
+    """Returns who is to act.
+
+    Raises:
+        ConfigError: it is not one of the agents that the environment has announced.
+    """
+    agent, agents = env.agent_selection, env.possible_agents
+    if agent not in agents:
+        raise ConfigError(f"env: {agent!r} is to act, but possible_agents has only {agents}; name all agents there.")
+    return str(agent)
+
+
 def _is_over(env: AECEnv) -> bool:
     """Lets agents that have ended leave; returns whether none is left."""
-    while env.agents and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
+    while env.agents and (env.terminations[acting(env)] or env.truncations[env.agent_selection]):
         env.step(None)
     return not env.agents
 

@@ -42,7 +42,7 @@ RLLIB_TYPES: dict[str, Any] = {
     "seed": Count | None,
     "num_env_runners": Count,
     "evaluation_interval": Count | None,
-    "num_cpus_for_main_process": Tokens,
+    "num_cpus_for_main_process": Number,
 }
 """What RLlib's keys must be; RLlib itself takes anything."""
 

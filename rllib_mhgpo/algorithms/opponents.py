@@ -47,9 +47,9 @@ class Opponents:
         if who == PAST:
             return self.past
         if who == RANDOM:
-            return Written(random_reply, who)
+            return Written(random_reply, who, self.mine.tokenizer)
         if ":" in who and not Path(who).expanduser().is_dir():
-            return Written(import_named("opponents", who, {}), who)
+            return Written(import_named("opponents", who, {}), who, self.mine.tokenizer)
         return loaded(who, self.mine)
 
 
