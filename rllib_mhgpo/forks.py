@@ -1,7 +1,7 @@
 """Copies of environments in the middle of an episode.
 
-``copy.deepcopy`` alone will not do: environments of PettingZoo and Gymnasium that derive from ``EzPickle`` are copied by
-calling their constructor again, so that a fork would begin anew. Here every layer's attributes are copied instead.
+``copy.deepcopy`` alone will not do: environments of PettingZoo and Gymnasium that derive from ``EzPickle`` are copied
+by calling their constructor again, so that a fork would begin anew. Here every layer's attributes are copied instead.
 """
 
 import copy
@@ -15,7 +15,7 @@ Env = TypeVar("Env")
 KINDS = (AECEnv, ParallelEnv, gymnasium.Env)
 
 
-def fork(env: Env) -> Env:
+def copy_env(env: Env) -> Env:
     """Returns a copy with a state of its own; a class with a ``__deepcopy__`` says itself how."""
     memo: dict[int, Any] = {}
     copy_layers([env], memo)

@@ -16,7 +16,7 @@ from pettingzoo import AECEnv
 
 from rllib_mhgpo.engines import Completion, Engine, Prompt
 from rllib_mhgpo.errors import ConfigError, RolloutError
-from rllib_mhgpo.forks import fork
+from rllib_mhgpo.forks import copy_env
 from rllib_mhgpo.sampling import Strategy, Visit
 from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.tree import TEAM, Generation, RolloutTree
@@ -102,7 +102,7 @@ class Branch:
 
     def fork(self, count: int) -> list["Branch"]:
         """Returns ``count`` branches, this one first, the others with copies of the environment."""
-        return [self, *(replace(self, env=fork(self.env), **self._own()) for _ in range(count - 1))]
+        return [self, *(replace(self, env=copy_env(self.env), **self._own()) for _ in range(count - 1))]
 
     def _own(self) -> dict[str, Any]:
         return {"latest": copy.deepcopy(self.latest), "teams": dict(self.teams)}
@@ -145,7 +145,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 def _begun(env: AECEnv, tree: RolloutTree, how: Play) -> list[Branch]:
-    branch = Branch(fork(env), tree)
+    branch = Branch(copy_env(env), tree)
     try:
         branch.env.reset(seed=how.stream(tree.root, ()) % 2**32, options={"index": tree.root, "split": how.split})
     except Exception as error:
@@ -170,7 +170,9 @@ def _observed(live: list[Branch], how: Play) -> tuple[list[Branch], list[Prompt]
         agent = branch.env.agent_selection
         try:
             if len(branch.path) >= how.max_turns:
-                raise RolloutError(f"agent {agent!r}: the episode has not ended after max_turns = {how.max_turns} acts.")
+                raise RolloutError(
+                    f"agent {agent!r}: the episode has not ended after max_turns = {how.max_turns} acts."
+                )
             visit = branch.visit()
             ids = branch.env.observe(agent)
             limit = how.limit(agent, len(ids))

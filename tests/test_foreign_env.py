@@ -1,4 +1,4 @@
-"""Environments that know nothing of this package but its space: trained, failing, endless, with agents that come and go."""
+"""Environments that know nothing of this package but its space: trained, failing, endless, with agents that come."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -112,7 +112,7 @@ def test_what_an_environment_raises_stops_the_run_or_voids_the_rollout(train: Ma
         row(train(env_config={"fault": "step"}))  # type: ignore[arg-type]
     result = row(train(env_config={"fault": "step"}, env_errors="void", group_size=8))  # type: ignore[arg-type]
     assert 0 < result["num_voided"] < 3 * 8
-    with pytest.raises(MHGPOError, match="every rollout was voided; the first: question .*OSError: no disk"):
+    with pytest.raises(MHGPOError, match=r"every rollout was voided; the first: question .*OSError: no disk"):
         row(train(env_config={"fault": "reset"}, env_errors="void"))  # type: ignore[arg-type]
 
 

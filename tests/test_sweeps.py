@@ -1,4 +1,4 @@
-"""Sweeps: spaces in YAML, schedulers and search algorithms with their keys, killed and resumed, the table of the best."""
+"""Sweeps: spaces in YAML, schedulers and search algorithms with their keys, a kill, the table of the best."""
 
 import json
 import signal

@@ -10,12 +10,13 @@ import pytest
 from gymnasium.spaces import Box, Discrete, Text
 from pettingzoo.test import api_test, seed_test
 
+from rllib_mhgpo.credit import propagate
 from rllib_mhgpo.envs.moves import Moves, render
 from rllib_mhgpo.envs.text_game import TextGame
 from rllib_mhgpo.envs.text_gym import TextGym
 from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.sampling import ForkOnFirst, Options
-from rllib_mhgpo.tree import RolloutTree
+from rllib_mhgpo.tree import RolloutTree, flatten
 from rllib_mhgpo.waves import Play, play
 from tests.toys import ScriptedEngine, toy_tokenizer
 
@@ -110,17 +111,26 @@ def roll(env: Any, script: Any, group_size: int = 3) -> RolloutTree:
 
 
 def test_each_player_is_a_team_whose_outcome_runs_back_to_its_own_moves() -> None:
-    """Player 1 takes 0, 1, 2 and wins, or takes 0, 1, 8 and loses to 3, 4, 5."""
+    """One branch opens at 0 and plays 0 3 1 4 2, which player 1 wins; the other 8 3 0 4 1 5, which player 2 wins."""
 
     def script(prompt: str, sample: int) -> str:
-        legal = prompt.partition("moves: ")[2].split("\n")[0].split()
-        wishes = ["0", "1", "2"] if prompt.count("x") == prompt.count("o") - prompt.count("move") * 2 else []
-        return next((w for w in [*wishes, "3", "4", "5"] if w in legal), legal[0])
+        board, _, rest = prompt.partition("\nmoves: ")
+        legal = rest.split("\n")[0].split()
+        if sample == 1:
+            return "8"
+        wishes = "012" if board.count("x") == board.count("o") else "345"
+        return next(move for move in wishes if move in legal)
 
-    tree = roll(make(), lambda prompt, i: script(prompt, i), 2)
-    assert {g.agent: g.team for g in tree.generations} == {"player_1": "player_1", "player_2": "player_2"}
-    leaves = [tree.generations[leaf] for leaf in tree.leaves()]
-    assert all(sum(leaf.shared.values()) == 0 for leaf in leaves)
+    tree = roll(make(), script, 2)
+    flat = flatten([tree], ["player_1", "player_2"])
+    own = propagate(flat.edges, flat.shared)[np.arange(len(tree.generations)), flat.team]
+    by_branch: dict[tuple[str, int], set[float]] = {}
+    for generation, value in zip(tree.generations, own, strict=True):
+        by_branch.setdefault((generation.agent, generation.path[0]), set()).add(float(value))
+    assert by_branch == {
+        ("player_1", 0): {1}, ("player_2", 0): {-1}, ("player_1", 1): {-1}, ("player_2", 1): {1}
+    }  # fmt: skip
+    assert {g.team for g in tree.generations} == {"player_1", "player_2"}
 
 
 def test_a_fork_of_a_game_leaves_its_parent_alone() -> None:
@@ -169,7 +179,14 @@ def test_observations_as_text() -> None:
 
 @pytest.mark.parametrize(
     ("reply", "move"),
-    [("left", "left"), ("go LEFT!", "left"), ("left left", "left"), ("leftover", None), ("up left", None), ("up", None)],
+    [
+        ("left", "left"),
+        ("go LEFT!", "left"),
+        ("left left", "left"),
+        ("leftover", None),
+        ("up left", None),
+        ("up", None),
+    ],
 )
 def test_a_reply_names_exactly_one_legal_move(reply: str, move: str | None) -> None:
     assert Moves(Discrete(3), ["left", "right", "up"], "x").read(reply, ["left", "right"]) == move

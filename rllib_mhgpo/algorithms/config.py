@@ -130,7 +130,7 @@ class LLMConfig(AlgorithmConfig):
     train_agents: Annotated[list[str] | None, Field(description="roles to train, all when null")] = None
     opponents: Annotated[
         dict[str, str],
-        Field(description="who plays agents that are not trained: random, past, a checkpoint or model, module:function"),
+        Field(description="who plays agents untrained: random, past, a checkpoint or model, module:function"),
     ] = {}  # noqa: RUF012  # copied
     opponent_refresh: Annotated[
         int, Field(ge=1, description="iterations after which the opponent past becomes the present policy")

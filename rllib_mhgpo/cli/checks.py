@@ -39,7 +39,7 @@ def check(name: str, experiment: Experiment) -> type:
 
 
 def variants(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the config of each combination of ``grid_search`` values, at whatever depth; other spaces are drawn from."""
+    """Yields the config of each combination of ``grid_search`` values, at any depth; other spaces are drawn from."""
     from ray.tune.search.variant_generator import generate_variants
 
     for _, spec in islice(generate_variants({"config": searched(dict(config))}), MOST_VARIANTS):

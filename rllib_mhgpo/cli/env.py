@@ -32,10 +32,11 @@ def _group() -> None:
 @app.command(epilog=EXAMPLES)
 def check(
     environment: Annotated[
-        str, typer.Argument(metavar="MODULE:CLASS|NAME|FILE", help="An environment, or an experiment file that names one.")
+        str,
+        typer.Argument(metavar="MODULE:CLASS|NAME|FILE", help="An environment, or an experiment file."),
     ],
     env_config: Annotated[str | None, typer.Option(help="Its keyword arguments, as JSON.")] = None,
-    llm: Annotated[str | None, typer.Option(help="The policy that plays; tiny by default, or what the file says.")] = None,
+    llm: Annotated[str | None, typer.Option(help="The policy that plays; tiny, or what the file says.")] = None,
     roots: Annotated[int, typer.Option(help="How many root inputs are played and shown.", min=1)] = 3,
     verbose: Annotated[int, typer.Option("-v", count=True, help="Show what the libraries say.")] = 0,
 ) -> None:
@@ -87,7 +88,7 @@ def report(groups: "list[Group]") -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(len(heading))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     spread = sum(len(set(group.advantage)) > 1 for group in groups)
-    return "\n".join(["", "What MHGPO will see, a group a line and a number a member:", *lines, summary(groups, spread)])
+    return "\n".join(["", "What MHGPO will see, a line a group, a number a member:", *lines, summary(groups, spread)])
 
 
 def summary(groups: "list[Group]", spread: int) -> str:

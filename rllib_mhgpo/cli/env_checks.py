@@ -1,6 +1,6 @@
 """What is checked of an environment before anyone trains in it, and what MHGPO will see of it.
 
-One idea: every check plays the environment for real, with the policy's own responses, and says in one line what it found.
+One idea: every check plays the environment for real, with the policy's own responses, and says in a line what it found.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.credit import AGGREGATIONS, group_advantages, propagate
 from rllib_mhgpo.engines import Prompt
 from rllib_mhgpo.errors import MHGPOError
-from rllib_mhgpo.forks import fork
+from rllib_mhgpo.forks import copy_env
 from rllib_mhgpo.llms import load_tokenizer
 from rllib_mhgpo.sampling import ForkOnFirst, Options
 from rllib_mhgpo.spaces import Tokens
@@ -45,7 +45,7 @@ class Finding:
     passed: bool = True
 
 
-class Failure(Exception):
+class Failure(Exception):  # noqa: N818  # a finding, not an error of this program
     """What a check found to be wrong."""
 
 
@@ -81,7 +81,7 @@ def blamed(error: Exception) -> str:
 
 def begun(system: System, root: int) -> AECEnv:
     """Returns a copy of the environment at the start of a root."""
-    env = fork(system.env)
+    env = copy_env(system.env)
     env.reset(seed=root, options={"index": root, "split": "train"})
     return env
 
@@ -144,7 +144,7 @@ def quiet() -> Iterator[None]:
 def conforms(system: System) -> str:
     """Runs PettingZoo's test of the AEC interface, with random tokens as responses."""
     with quiet():
-        api_test(fork(system.env), num_cycles=API_CYCLES)
+        api_test(copy_env(system.env), num_cycles=API_CYCLES)
     return f"{API_CYCLES} cycles of random tokens"
 
 
@@ -168,10 +168,10 @@ def forks_apart(system: System, roots: Sequence[int]) -> str:
     """Plays forks to their ends at every turn: parents must stay as a twin that was never forked."""
     env, twin, count = begun(system, roots[0]), begun(system, roots[0]), 0
     for turn in turns(system, twin):
-        copy = fork(env)
-        if state(copy) != state(env):
+        branch = copy_env(env)
+        if state(branch) != state(env):
             raise Failure(f"after {turn} acts a fork is not in the state of its parent")
-        finish(system, copy, 1000 * (turn + 1))
+        finish(system, branch, 1000 * (turn + 1))
         said = respond(system, twin, turn)
         twin.step(said)
         with contextlib.suppress(Exception):  # a parent that can no longer be played is one that has changed
@@ -204,7 +204,7 @@ def keeps_words(system: System, roots: Sequence[int]) -> str:
             again = tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
             count, changed = count + 1, changed + (list(again) != ids.tolist())
             env.step(respond(system, env, count))
-    return f"{count} prompts, of which {count - changed} are the same after decoding and encoding; none has unknown words"
+    return f"{count} prompts, of which {count - changed} survive decoding and encoding; no word is unknown"
 
 
 def unknown_words(env: AECEnv, agent: str, tokenizer: Any) -> str:
@@ -306,8 +306,14 @@ def groups(system: System, roots: Sequence[int]) -> tuple[list[Group], list[Roll
         acts_ = [flat.generations[row] for row in mine]
         made.append(
             Group(
-                trees[tree].root, agents[agent], act, acts_[0].team, len({g.prompt.tobytes() for g in acts_}),
-                flat.specific[mine].tolist(), shared[mine].tolist(), advantage[mine].tolist(),
-            )  # fmt: skip
+                trees[tree].root,
+                agents[agent],
+                act,
+                acts_[0].team,
+                len({g.prompt.tobytes() for g in acts_}),
+                flat.specific[mine].tolist(),
+                shared[mine].tolist(),
+                advantage[mine].tolist(),
+            )
         )
     return made, trees

@@ -1,8 +1,8 @@
 """Runs checked experiments through Ray Tune, one after the other, and says how each ended.
 
 Tune does the work: trials, searches, schedulers, checkpoints, progress.csv, TensorBoard, resuming. Added here are
-silence, paths that stay relative to where one stands, search spaces by name, a table of the best trials, and refusals of
-what Tune would wait for in vain.
+silence, paths that stay relative to where one stands, search spaces by name, a table of the best trials, and refusals
+of what Tune would wait for in vain.
 """
 
 import logging

@@ -79,6 +79,9 @@ class Row:
         score = ""
         if "dev/f1" in self.latest:
             score = f"dev F1 {self._change('f1')} (EM {self._change('em')}), "
+        elif scores := [key.removeprefix("dev/") for key in self.latest if key.startswith("dev/")]:
+            changes = (f"{name} {self._change(name)}" for name in scores if name not in ("iteration", "questions"))
+            score = f"dev {', '.join(changes)}, "
         elif EPISODE_RETURN in self.latest:
             score = f"episode return {self.first[EPISODE_RETURN]:.1f} -> {self.latest[EPISODE_RETURN]:.1f}, "
         checkpoint = self.checkpoint or "none"
@@ -92,7 +95,9 @@ class Row:
 COLUMNS = (
     ("dev F1", "dev/f1", ".3f"),
     ("dev EM", "dev/em", ".3f"),
+    ("dev Acc", "dev/acc", ".3f"),
     ("train F1", "train/f1", ".3f"),
+    ("train Acc", "train/acc", ".3f"),
     ("reward", "reward", ".3f"),
     ("return", EPISODE_RETURN, ".1f"),
     ("steps", SAMPLED_STEPS, ".0f"),

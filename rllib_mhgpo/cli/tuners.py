@@ -68,24 +68,28 @@ def _make(settings: Mapping[str, Any], table: Mapping[str, Any], aliases: Mappin
     known = sorted({*table, *aliases})
     found = table.get(aliases.get(name.lower(), name.lower()))
     if found is None:
-        raise ConfigError(f"{source}: none is called {name!r}; there are {', '.join(known)}.{did_you_mean(name, known)}")
+        raise ConfigError(
+            f"{source}: none is called {name!r}; there are {', '.join(known)}.{did_you_mean(name, known)}"
+        )
     try:
         made = found if isinstance(found, type) else found()
-    except ImportError as error:
-        raise _missing(name, error, source) from None
+    except ImportError:
+        raise _missing(name, source) from None
     refuse_unknown(arguments, [key for key in inspect.signature(made).parameters if key != "kwargs"], source)
     try:
         return made(**searched(arguments, source))
     except (ImportError, AssertionError) as error:
         if isinstance(error, AssertionError) and "install" not in str(error).lower():
             raise ConfigError(f"{source}: {name} refuses it: {error}") from error
-        raise _missing(name, error, source) from None
+        raise _missing(name, source) from None
     except Exception as error:
         raise ConfigError(f"{source}: {name} refuses it: {error}") from error
 
 
-def _missing(name: str, error: Exception, source: str) -> ConfigError:
-    return ConfigError(f"{source}: {name} needs packages that are not installed: pip install {PACKAGES.get(name, name)}")
+def _missing(name: str, source: str) -> ConfigError:
+    return ConfigError(
+        f"{source}: {name} needs packages that are not installed: pip install {PACKAGES.get(name, name)}"
+    )
 
 
 def check_search(experiment: Experiment, source: str) -> None:

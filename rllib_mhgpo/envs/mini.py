@@ -1,8 +1,8 @@
 """Builds the policy ``mini`` for the small environments: ``python -m rllib_mhgpo.envs.mini --out DIR``.
 
-A Llama of two layers that can add three digits and knows the moves of tictactoe, but has sloppy habits: it forgets the last
-digit, judges half at random, plays at random. One idea: what is right is in its distribution beside what is wrong, so a
-minute of reinforcement has something to find. Sums and boards that evaluation asks are never shown.
+A Llama of two layers that can add three digits and knows the moves of tictactoe, but has sloppy habits: it forgets the
+last digit, judges half at random, plays at random. One idea: what is right is in its distribution beside what is wrong,
+so a minute of reinforcement has something to find. The sums of dev and test are never shown.
 """
 
 import argparse

@@ -85,7 +85,7 @@ def render(observation: Any) -> str:
     is_board = array.ndim == 3 and array.shape[2] == 2 and bool(np.isin(array, (0, 1)).all())
     if is_board:
         rows = np.where(array[:, :, 0] == 1, "x", np.where(array[:, :, 1] == 1, "o", ".")).tolist()
-    elif array.ndim <= 2 and np.issubdtype(array.dtype, np.number) or array.dtype == bool:
+    elif array.ndim <= 2 and (np.issubdtype(array.dtype, np.number) or array.dtype == bool):
         rows = [[f"{round(float(value), 2) + 0.0:g}" for value in row] for row in np.atleast_2d(array).tolist()]
     else:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Arithmetic in two rounds: a solver answers, a verifier comments, the solver answers again.
 
-Two agents of one policy; nothing is retrieved. The last answer decides what both earn; the verifier alone loses where its
-comment has no form.
+Two agents of one policy; nothing is retrieved. The last answer decides what both earn; a reply without form costs its
+agent alone.
 """
 
 from collections.abc import Sequence

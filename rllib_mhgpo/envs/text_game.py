@@ -1,7 +1,7 @@
 """Any PettingZoo game with discrete actions, played by text.
 
-The acting agent reads what it observes and which moves are legal, and replies with the name of one. Every agent is a team
-of its own and earns the game's rewards; nothing of the game itself is here.
+The acting agent reads what it observes and which moves are legal, and replies with the name of one. Every agent is a
+team of its own and earns the game's rewards; nothing of the game itself is here.
 """
 
 import math
