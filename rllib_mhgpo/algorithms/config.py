@@ -26,6 +26,9 @@ USED_RLLIB_KEYS = {
     "env", "env_config", "lr", "grad_clip", "num_epochs", "seed", "callbacks", "callbacks_class", "num_env_runners",
     "num_cpus_per_env_runner", "num_gpus_per_env_runner", "custom_resources_per_env_runner", "num_learners",
     "num_cpus_for_main_process", "placement_strategy", "evaluation_interval", "log_level", "framework", "framework_str",
+    "callbacks_on_algorithm_init", "callbacks_on_environment_created", "callbacks_on_sample_end",
+    "callbacks_on_episode_end", "callbacks_on_train_result", "callbacks_on_evaluate_start",
+    "callbacks_on_evaluate_end", "callbacks_on_checkpoint_loaded",
 }  # fmt: skip
 
 

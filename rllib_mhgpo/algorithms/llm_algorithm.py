@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
@@ -138,6 +139,7 @@ class LLMAlgorithm(Algorithm):
         for phase in ("generate", "step", "retrieve"):
             longest = max(part.seconds.get(phase, 0.0) for part in parts)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + longest
+        self.metrics.aggregate([part.logged for part in parts], key=ENV_RUNNER_RESULTS)
         trees = {tree.root: tree for part in parts for tree in part.trees}
         self._tokens_generated += sum(g.num_tokens for tree in trees.values() for g in tree.generations)
         return [trees[root] for root in roots]
@@ -210,11 +212,13 @@ class LLMAlgorithm(Algorithm):
         """Answers the dev roots greedily on the training runners; returns mean scores and the iteration they are of."""
         if not self.num_dev_roots:
             return {}
+        self._call("on_evaluate_start")
         with self._clock("evaluate"):
             count = min(self.num_dev_roots, self.config.evaluation_questions or self.num_dev_roots)
             how = self._play(ONE_TRAJECTORY, temperature=0.0, split="dev")
             trees = [tree for rollouts in self._roll_out(range(count), how) for tree in rollouts.trees]
         self._dev = {**results.mean_scores(trees, divisor=count), "iteration": self._updates, "questions": count}
+        self._call("on_evaluate_end", evaluation_metrics=self._dev)
         return self._dev
 
     @classmethod
@@ -246,6 +250,11 @@ class LLMAlgorithm(Algorithm):
         return whole_or_absent(super().save_to_path, path, **kwargs)
 
     # --- inside --------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, **given: Any) -> None:
+        """Calls RLlib's callbacks of this name, which it would call itself where it evaluated."""
+        given |= {"algorithm": self, "metrics_logger": self.metrics}
+        make_callback(name, self.callbacks, getattr(self.config, f"callbacks_{name}"), kwargs=given)
 
     def _play(self, strategy: Strategy, temperature: float, split: str) -> Play:
         return Play(
