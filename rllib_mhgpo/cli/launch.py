@@ -20,6 +20,7 @@ from rich.console import Console
 from rllib_mhgpo.algorithms.registration import register
 from rllib_mhgpo.cli.checks import variants
 from rllib_mhgpo.cli.experiments import Experiment
+from rllib_mhgpo.cli.loggers import make_loggers
 from rllib_mhgpo.cli.search_spaces import searched
 from rllib_mhgpo.cli.tuners import make_scheduler, make_search_alg, metric_of, table_of_best
 from rllib_mhgpo.errors import ConfigError
@@ -35,12 +36,14 @@ class RunOptions:
     Attributes:
         storage_path: where results go when the experiment does not say; Ray's default is ``~/ray_results``.
         resume: continue experiments that were started before.
+        loggers: where results go beside CSV, JSON and TensorBoard; see :mod:`rllib_mhgpo.cli.loggers`.
         ray_address: a running cluster; a local one is started otherwise, with ``num_cpus`` and ``num_gpus``.
         verbosity: 0: progress only; 1: Tune's and the workers' output; 2: everything.
     """
 
     storage_path: str | None = None
     resume: bool = False
+    loggers: tuple[str, ...] = ()
     ray_address: str | None = None
     num_cpus: int | None = None
     num_gpus: int | None = None
@@ -155,7 +158,7 @@ def _tune(name: str, experiment: Experiment, algorithm: type, options: RunOption
             **(metric_of(experiment) if is_search(experiment) else {}),
             resume="AUTO+ERRORED" if options.resume else None,
             verbose=options.verbosity,
-            callbacks=[progress],
+            callbacks=[progress, *make_loggers(options.loggers, name)],
             raise_on_failed_trial=False,
             **{key: experiment[key] for key in PASSED_ON if key in experiment},
         )

@@ -87,6 +87,10 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "scheduler_config": (Annotated[str | None, typer.Option(help="The scheduler's arguments, as JSON.")], None),
     "search_alg": (Annotated[str | None, typer.Option(help="Tune search algorithm, such as optuna.")], None),
     "search_alg_config": (Annotated[str | None, typer.Option(help="The search algorithm's arguments, as JSON.")], None),
+    "logger": (
+        Annotated[list[str] | None, typer.Option(help="Log to wandb, mlflow or aim too. Repeatable.")],
+        None,
+    ),
     "ray_address": (
         Annotated[str | None, typer.Option(help="A running Ray cluster; by default one starts here.")],
         None,
@@ -158,6 +162,7 @@ def start(experiments: dict[str, Experiment], chosen: Mapping[str, Any]) -> None
         chosen: the options of the command, by parameter name.
     """
     from rllib_mhgpo.cli.launch import RunOptions, launch, prepare
+    from rllib_mhgpo.cli.loggers import check_loggers
 
     if chosen["experiment_name"]:
         if len(experiments) > 1:
@@ -169,11 +174,13 @@ def start(experiments: dict[str, Experiment], chosen: Mapping[str, Any]) -> None
     options = RunOptions(
         storage_path=chosen["storage_path"],
         resume=chosen["resume"],
+        loggers=tuple(chosen["logger"] or ()),
         ray_address=chosen["ray_address"],
         num_cpus=chosen["ray_num_cpus"],
         num_gpus=chosen["ray_num_gpus"],
         verbosity=chosen["verbose"],
     )
+    check_loggers(options.loggers)
     prepare(options.verbosity)
     from rllib_mhgpo.cli.checks import check, resolved
 
