@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rllib_mhgpo.cli import app
 from rllib_mhgpo.cli.checks import variants
 from rllib_mhgpo.cli.experiments import normalise
-from rllib_mhgpo.cli.search_spaces import SPACES, count_spaces, searched
+from rllib_mhgpo.cli.search_spaces import SPACES, places, searched
 from rllib_mhgpo.cli.tuners import check_search, make_scheduler, make_search_alg
 from rllib_mhgpo.cli.yaml12 import format_yaml, parse_yaml
 from rllib_mhgpo.errors import ConfigError
@@ -29,8 +29,8 @@ BOUNDS: dict[str, list[Any]] = {
 def test_every_space_of_tune_is_found_at_any_depth(space: str) -> None:
     spec = {space: BOUNDS[space]}
     config = {"lr": spec, "env_config": {"a": {"b": spec}}, "layers": [8, spec], "both": {"grid_search": [1, spec]}}
-    grids, domains = count_spaces(searched(config))
-    assert (grids, domains) == (1, 3)
+    grids, domains = places(searched(config))
+    assert (grids, domains) == (["both"], ["lr", "env_config/a/b", "layers/1"])
     found = list(variants(config))
     assert len(found) == 2
     for each in found:

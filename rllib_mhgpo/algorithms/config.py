@@ -53,7 +53,7 @@ RLLIB_TYPES: dict[str, Any] = {
 class LLMConfig(AlgorithmConfig):
     """Common keys of algorithms that train language models; RLlib's own keys keep their names and meaning."""
 
-    llm: Annotated[str, Field(description="tiny, tiny_1, smollm2, a model folder or a hub id")] = "tiny"
+    llm: Annotated[str, Field(description="tiny, tiny_1, mini, smollm2, a model folder or a hub id")] = "tiny"
     dtype: Annotated[Literal["float32", "bfloat16"], Field(description="of forward passes; weights are float32")] = (
         "float32"
     )

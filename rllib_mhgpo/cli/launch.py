@@ -21,7 +21,7 @@ from rllib_mhgpo.algorithms.registration import register
 from rllib_mhgpo.cli.checks import variants
 from rllib_mhgpo.cli.experiments import Experiment
 from rllib_mhgpo.cli.loggers import make_loggers
-from rllib_mhgpo.cli.search_spaces import searched
+from rllib_mhgpo.cli.search_spaces import places, searched
 from rllib_mhgpo.cli.tuners import make_scheduler, make_search_alg, metric_of, table_of_best
 from rllib_mhgpo.errors import ConfigError
 
@@ -126,7 +126,8 @@ def _run(name: str, experiment: Experiment, algorithm: type, options: RunOptions
     register()
     if not options.ray_address:
         require_resources(experiment, algorithm)
-    progress = Progress(console, experiment["stop"])
+    grids, domains = places(searched(experiment["config"]))
+    progress = Progress(console, experiment["stop"], [*grids, *domains])
     with progress, interruptible(progress) as interrupted:
         trials = _tune(name, experiment, algorithm, options, progress)
     if interrupted.is_set():
@@ -135,7 +136,7 @@ def _run(name: str, experiment: Experiment, algorithm: type, options: RunOptions
     failures = [trial for trial in trials if trial.status == "ERROR"]
     progress.report(name, trials, without=failures)
     if len(trials) > 1:
-        for line in table_of_best(trials, **metric_of(experiment)):
+        for line in table_of_best(trials, progress.names, **metric_of(experiment)):
             console.print(line, **PLAIN)
     report_failures(failures, options.verbosity)
     return 1 if failures else 0

@@ -5,7 +5,7 @@ Both, and the last line, are views of the same rows: one per trial, holding its 
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,8 @@ from ray.tune.utils import flatten_dict
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+
+from rllib_mhgpo.cli.tuners import searched_values
 
 MOST_ROWS = 20
 GROWING = ("training_iteration", "time_total_s", "timesteps_total")
@@ -106,10 +108,15 @@ COLUMNS = (
 
 
 class Progress(Callback):
-    """Follows the trials of one experiment and shows them."""
+    """Follows the trials of one experiment and shows them.
 
-    def __init__(self, console: Console, stop: Mapping[str, float]) -> None:
-        self.console, self.stop = console, stop
+    Args:
+        stop: the numbers at which a trial ends.
+        names: the places of the config that are searched.
+    """
+
+    def __init__(self, console: Console, stop: Mapping[str, float], names: Sequence[str] = ()) -> None:
+        self.console, self.stop, self.names = console, stop, names
         self.rows: dict[str, Row] = {}
         self.trials: list[Any] = []
         self.started = time.monotonic()
@@ -131,8 +138,15 @@ class Progress(Callback):
     def row(self, trial: Any) -> Row:
         """Returns the row of a trial."""
         if trial.trial_id not in self.rows:
-            self.rows[trial.trial_id] = Row(trial.experiment_tag or trial.trial_id, self.stop)
+            self.rows[trial.trial_id] = Row(self.label(trial), self.stop)
         return self.rows[trial.trial_id]
+
+    def label(self, trial: Any) -> str:
+        """Returns Tune's tag; a search algorithm's names every setting of a trial, of which the searched are kept."""
+        tag, given = trial.experiment_tag or trial.trial_id, trial.evaluated_params or {}
+        if len(given) <= len(self.names):
+            return str(tag)
+        return f"{str(tag).partition('_')[0]}: {searched_values(trial, self.names)}"
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Shows the trial from its start on."""

@@ -73,9 +73,14 @@ def _is_slip(name: str) -> bool:
     return bool(get_close_matches(name, (*SPACES, GRID), n=1, cutoff=0.8))
 
 
-def count_spaces(value: Any) -> tuple[int, int]:
-    """Returns how many grids and how many random spaces a value of :func:`searched` has."""
+def places(config: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Returns where the grids and where the random spaces of :func:`searched` stand, as Tune names them.
+
+    >>> places({"lr": {"grid_search": [1, 2]}, "a": searched({"b": {"choice": [1]}})})
+    (['lr'], ['a/b'])
+    """
     from ray.tune.search.variant_generator import parse_spec_vars
 
-    _, domains, grids = parse_spec_vars({"config": value} if isinstance(value, Mapping) else {"": value})
-    return len(grids), len(domains)
+    _, domains, grids = parse_spec_vars(dict(config))
+    grid_names, domain_names = (["/".join(map(str, path)) for path, _ in found] for found in (grids, domains))
+    return grid_names, domain_names

@@ -9,7 +9,7 @@ from typing import Any
 
 from rllib_mhgpo.algorithms.registration import ALGORITHMS
 from rllib_mhgpo.cli.experiments import Experiment, refuse_unknown
-from rllib_mhgpo.cli.search_spaces import count_spaces, searched
+from rllib_mhgpo.cli.search_spaces import places, searched
 from rllib_mhgpo.errors import ConfigError, did_you_mean
 
 ALIASES = {"asha": "async_hyperband", "bohb": "hb_bohb"}
@@ -100,7 +100,7 @@ def check_search(experiment: Experiment, source: str) -> None:
     """
     make_scheduler(experiment.get("scheduler"), f"{source}: scheduler")
     algorithm = make_search_alg(experiment.get("search_alg"), f"{source}: search_alg")
-    grids, domains = count_spaces(searched(experiment["config"], f"{source}: config"))
+    grids, domains = places(searched(experiment["config"], f"{source}: config"))
     name = (experiment.get("search_alg") or {}).get("name", "")
     if algorithm is None or name in ("random", "variant_generator"):
         return
@@ -121,17 +121,27 @@ def best_trials(trials: Sequence[Any], metric: str, mode: str) -> list[tuple[Any
     return sorted(found, key=lambda pair: -sign * pair[1])
 
 
-def table_of_best(trials: Sequence[Any], metric: str, mode: str) -> list[str]:
-    """Writes the best trials, a line each: the metric's best value, iterations, what was searched, the checkpoint."""
+def searched_values(trial: Any, names: Sequence[str]) -> str:
+    """Writes what a trial was given at these places; a search algorithm's trial knows of all its other settings too."""
+    given = {key: value for key, value in (trial.evaluated_params or {}).items() if key in names}
+    return ", ".join(
+        f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}" for key, value in given.items()
+    )
+
+
+def table_of_best(trials: Sequence[Any], names: Sequence[str], metric: str, mode: str) -> list[str]:
+    """Writes the best trials, a line each: the metric's best value, iterations, what was searched, the checkpoint.
+
+    Args:
+        names: the places that were searched, as :func:`places` gives them.
+    """
     best = best_trials(trials, metric, mode)[:MOST_ROWS]
     if not best:
         return [f"No trial has reported {metric}; name another column as `metric`."]
     rows = [("", metric, "iterations", "trial", "checkpoint")]
     for place, (trial, value) in enumerate(best, 1):
         where = trial.checkpoint.path if trial.checkpoint else ""
-        searched_ = ", ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
-                              for key, value in (trial.evaluated_params or {}).items())  # fmt: skip
         iterations = str((trial.last_result or {}).get("training_iteration", 0))
-        rows.append((str(place), f"{value:.4g}", iterations, searched_ or trial.trial_id, where))
+        rows.append((str(place), f"{value:.4g}", iterations, searched_values(trial, names) or trial.trial_id, where))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
