@@ -26,7 +26,7 @@ def copy_layers(values: Iterable[Any], memo: dict[int, Any]) -> None:
     """Copies all environments among the values, and those that they wrap, into the memo of a deep copy."""
     layers = {id(layer): layer for value in values for layer in _layers(value)}
     for key, layer in layers.items():
-        memo[key] = type(layer).__new__(type(layer))
+        memo[key] = object.__new__(type(layer))
     for layer in layers.values():
         memo |= {id(thing): thing for thing in _common(layer)}
     for key, layer in layers.items():

@@ -98,10 +98,10 @@ def train(toy_folder: Path, request: pytest.FixtureRequest) -> Make:
 def test_a_foreign_environment_trains_under_every_algorithm(config: Any, train: Make) -> None:
     agents = 1 if config is GRPOConfig else 2
     algorithm = train(config, env_config={"count": agents})
-    before = weights(algorithm)  # type: ignore[arg-type]
+    before = weights(algorithm)
     for _ in range(2):
-        result = row(algorithm)  # type: ignore[arg-type]
-    assert not equal(before, weights(algorithm))  # type: ignore[arg-type]
+        result = row(algorithm)
+    assert not equal(before, weights(algorithm))
     assert result["num_generations"] == 3 * 3 * agents
     assert 0 < result["agent_0"]["reward_shared"] <= 1
 
@@ -109,25 +109,25 @@ def test_a_foreign_environment_trains_under_every_algorithm(config: Any, train: 
 @pytest.mark.usefixtures("ray_session")
 def test_what_an_environment_raises_stops_the_run_or_voids_the_rollout(train: Make) -> None:
     with pytest.raises(KeyError, match="score"):
-        row(train(env_config={"fault": "step"}))  # type: ignore[arg-type]
-    result = row(train(env_config={"fault": "step"}, env_errors="void", group_size=8))  # type: ignore[arg-type]
+        row(train(env_config={"fault": "step"}))
+    result = row(train(env_config={"fault": "step"}, env_errors="void", group_size=8))
     assert 0 < result["num_voided"] < 3 * 8
     with pytest.raises(MHGPOError, match=r"every rollout was voided; the first: question .*OSError: no disk"):
-        row(train(env_config={"fault": "reset"}, env_errors="void"))  # type: ignore[arg-type]
+        row(train(env_config={"fault": "reset"}, env_errors="void"))
 
 
 @pytest.mark.usefixtures("ray_session")
 def test_opponents_play_and_carry_no_loss(train: Make) -> None:
     opponents = {"agent_1": "tests.test_foreign_env:says_one_letter"}
     algorithm = train(opponents=opponents, env_config={"count": 2})
-    result = row(algorithm)  # type: ignore[arg-type]
+    result = row(algorithm)
     assert result["agent_1"]["response_tokens"] == 1
     assert result["num_tokens_trained"] == result["agent_0"]["num_generations"] * result["agent_0"]["response_tokens"]
     for wrong, said in [({"agent_9": "past"}, "expected some of"), ({"agent_0": "past", "agent_1": "past"}, "not all")]:
         with pytest.raises(ConfigError, match=said):
             train(opponents=wrong)
     with pytest.raises(ConfigError, match=r"random needs a method random_reply\(agent\) of Foreign"):
-        row(train(opponents={"agent_1": "random"}))  # type: ignore[arg-type]
+        row(train(opponents={"agent_1": "random"}))
 
 
 def says_one_letter(env: Any, agent: str) -> str:

@@ -72,12 +72,13 @@ def test_schedulers_and_search_algorithms_take_their_own_keys_alone() -> None:
     optuna = pytest.importorskip("optuna")
     assert optuna
     assert type(make_search_alg({"name": "optuna", "seed": 1})).__name__ == "OptunaSearch"
-    for settings, said in [
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"name": "asha", "grace_perod": 1}, "Did you mean 'grace_period'"),
         ({"name": "asha", "grace_period": 10, "max_t": 2}, "asha refuses it"),
         ({"name": "pbt"}, "pbt refuses it"),
         ({"name": "ahsa"}, "none is called 'ahsa'.*Did you mean 'asha'"),
-    ]:
+    ]
+    for settings, said in refused:
         with pytest.raises(ConfigError, match=said):
             make_scheduler(settings)
     with pytest.raises(ConfigError, match="Did you mean 'seed'"):
@@ -94,8 +95,12 @@ def test_a_search_that_has_nothing_to_search_is_refused() -> None:
     with pytest.raises(ConfigError, match="cannot walk a grid"):
         check_search(normalise({**spec, "config": {"lr": {"grid_search": [1, 2]}}}, "x"), "x")
     check_search(normalise({**spec, "config": {"lr": {"uniform": [1, 2]}}}, "x"), "x")
-    for wrong, said in [({"scheduler": 3}, "expected a mapping"), ({"scheduler": {"max_t": 3}}, "a name among them"),
-                        ({"mode": "best"}, "expected max or min")]:  # fmt: skip
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"scheduler": 3}, "expected a mapping"),
+        ({"scheduler": {"max_t": 3}}, "a name among them"),
+        ({"mode": "best"}, "expected max or min"),
+    ]
+    for wrong, said in refused:
         with pytest.raises(ConfigError, match=said):
             normalise({"run": "MHGPO", **wrong}, "x")
 

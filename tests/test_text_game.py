@@ -223,7 +223,7 @@ def test_a_text_environment_of_gymnasium_is_one_agent() -> None:
 
 
 class Corridor(gymnasium.Env[Any, int]):
-    observation_space, action_space = Box(0, 3, (1,)), Discrete(2, start=1)
+    observation_space, action_space = Box(0, 3, (1,)), Discrete(2, start=1)  # type: ignore[var-annotated]
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)

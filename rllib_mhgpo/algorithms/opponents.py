@@ -74,7 +74,7 @@ def loaded(who: str, mine: HFEngine) -> HFEngine:
         raise ConfigError(f"opponents: {who!r} has another tokenizer than the policy and cannot read its prompts.")
     device: torch.device = mine.model.device
     engine = copy.copy(mine)
-    engine.model, engine.eos_ids = model.to(device), frozenset(eos_ids(model, tokenizer))  # type: ignore[arg-type]
+    engine.model, engine.eos_ids = model.to(device), frozenset(eos_ids(model, tokenizer))
     return engine
 
 

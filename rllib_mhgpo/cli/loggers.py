@@ -55,7 +55,7 @@ def _mlflow(experiment: str) -> Any:
     from ray.air.integrations.mlflow import MLflowLoggerCallback
     from ray.tune.utils import flatten_dict
 
-    class Nested(MLflowLoggerCallback):  # type: ignore[misc]
+    class Nested(MLflowLoggerCallback):
         """Ray's own leaves nested columns out."""
 
         def log_trial_result(self, iteration: int, trial: Any, result: dict[str, Any]) -> None:

@@ -129,7 +129,7 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
             logits = model(ids).logits[:, :-1]
             loss = loss + cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100)
         optimiser.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimiser.step()
         if step % 250 == 0:

@@ -116,4 +116,4 @@ def renderer(render_with: str | Callable[[Any], str] | None) -> Callable[[Any], 
     found = import_object("render", render_with) if isinstance(render_with, str) else render_with
     if not callable(found):
         raise ConfigError(f"env_config.render: expected a function of the observation, found {render_with!r}.")
-    return found  # type: ignore[no-any-return]
+    return found

@@ -93,7 +93,7 @@ def written(digits: tuple[int, ...], said: Sequence[str]) -> str:
     return " ".join(parts)
 
 
-def sums(split: str) -> list[tuple[int, ...]]:
+def sums(split: str) -> Sequence[tuple[int, ...]]:
     """Returns a split's sums; the same in every process."""
     every = [(a, b, c) for a in range(LARGEST + 1) for b in range(LARGEST + 1) for c in range(LARGEST + 1)]
     Random(0).shuffle(every)

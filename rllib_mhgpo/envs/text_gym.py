@@ -117,7 +117,7 @@ class TextGym(TokenEnv):
 
     def close(self) -> None:
         """Closes the environment."""
-        self.env.close()
+        self.env.close()  # type: ignore[no-untyped-call]
 
 
 def make_gym(env: str | type, config: Mapping[str, Any]) -> gymnasium.Env[Any, Any]:

@@ -41,7 +41,7 @@ class TokenEnv(AECEnv):
 
     metadata: ClassVar[dict[str, Any]] = {"name": "token_env_v0", "render_modes": ["ansi"], "is_parallelizable": False}
     shared: ClassVar[tuple[str, ...]] = ("tokenizer", "timings", "_space", "metadata", "possible_agents")
-    max_turns: ClassVar[int] = 100
+    max_turns: int = 100
     stop: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
