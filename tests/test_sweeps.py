@@ -117,6 +117,16 @@ def test_options_of_the_command_line_stand_in_the_experiment(monkeypatch: pytest
     assert shown["config"]["lr"] == {"loguniform": [1e-5, 1e-3]}
 
 
+def test_trials_may_share_a_processor() -> None:
+    from rllib_mhgpo.algorithms.mhgpo import MHGPO
+
+    for asked in (0.5, 1, 2):
+        request = MHGPO.default_resource_request({"num_cpus_for_main_process": asked})
+        assert request.required_resources == {"CPU": asked}
+    runners = {"num_cpus_for_main_process": 0.5, "num_env_runners": 2, "num_cpus_per_env_runner": 0.25}
+    assert MHGPO.default_resource_request(runners).required_resources == {"CPU": 1.0}
+
+
 ENVIRONMENT = """
 import time
 import gymnasium as gym

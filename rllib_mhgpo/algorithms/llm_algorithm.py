@@ -17,6 +17,7 @@ from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
+from ray.tune import PlacementGroupFactory
 
 from rllib_mhgpo.algorithms import results
 from rllib_mhgpo.algorithms.checkpoints import whole_or_absent
@@ -145,6 +146,17 @@ class LLMAlgorithm(Algorithm):
         return [trees[root] for root in roots]
 
     # --- RLlib's life of an algorithm ----------------------------------------------------------------------------
+
+    @classmethod
+    def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
+        """As RLlib's, but a learner in the main process takes no CPU of its own: fractions are possible."""
+        request = super().default_resource_request(config)
+        asked = cls.get_default_config().update_from_dict(config)
+        if asked.num_learners:
+            return request
+        main, *others = request.bundles
+        bundles = [{**main, "CPU": asked.num_cpus_for_main_process}, *others]
+        return PlacementGroupFactory(bundles, strategy=request.strategy)
 
     def setup(self, config: Any) -> None:
         """Builds runners and learner; in one process they share one module."""
