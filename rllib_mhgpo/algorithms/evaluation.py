@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pettingzoo import AECEnv
 
-from rllib_mhgpo.algorithms.checkpoints import POLICY
+from rllib_mhgpo.algorithms.checkpoints import POLICY, find_checkpoint
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import resolve_algorithm
 from rllib_mhgpo.engines import Cast, Engine, HFEngine
@@ -129,7 +129,8 @@ def assemble(config: LLMConfig, llm: str, env_config: Mapping[str, Any]) -> Syst
     ``env_config`` is the configuration's before keys of it were replaced.
     """
     context = context_length(llm)
-    return System(config.make_env(load_tokenizer(llm), context), _engine(llm, config), config, context, env_config)
+    engine = config.cast(_engine(llm, config)).at(0)
+    return System(config.make_env(load_tokenizer(llm), context), engine, config, context, env_config)
 
 
 def _engine(llm: str, config: LLMConfig) -> HFEngine:
@@ -139,19 +140,6 @@ def _engine(llm: str, config: LLMConfig) -> HFEngine:
         model = lora.load_adapters(model, config.lora, Path(llm))
         settings["act_as"] = partial(lora.activate, model)
     return HFEngine(model, ends, getattr(torch, config.dtype), **settings)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Returns the checkpoint itself for a checkpoint, or the last one of a trial or experiment folder."""
-    if (path / "rllib_checkpoint.json").is_file():
-        return path
-    found = sorted(path.glob("**/checkpoint_*/rllib_checkpoint.json"), key=lambda file: file.stat().st_mtime)
-    if not found:
-        raise CheckpointError(
-            f"{path}: expected a checkpoint folder (with rllib_checkpoint.json) or a run's folder with checkpoints,"
-            f" found {'neither' if path.exists() else 'nothing there'}."
-        )
-    return found[-1].parent
 
 
 def record(tree: RolloutTree) -> Record:

@@ -20,8 +20,10 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayError
 from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
+from ray.tune import PlacementGroupFactory
 
 from rllib_mhgpo.alerts import new_alerts, numbers_by_path
 from rllib_mhgpo.algorithms import results
@@ -100,6 +102,11 @@ class LLMAlgorithm(Algorithm):
         strangers = [agent for agent in config.train_agents or [] if agent not in self.agents]
         if strangers or config.train_agents == []:
             raise ConfigError(f"config: train_agents: expected some of {self.agents}, found {config.train_agents}.")
+        strangers = [agent for agent in config.opponents if agent not in self.agents]
+        if strangers or set(config.opponents) == set(self.agents):
+            raise ConfigError(
+                f"config: opponents: expected some of {self.agents}, but not all, found {list(config.opponents)}."
+            )
 
         adapters = (config.lora or {}).get("adapters")
         if adapters is not None and sorted(adapters) != sorted(self.agents):
@@ -129,6 +136,7 @@ class LLMAlgorithm(Algorithm):
         config, counted = self.config, flat.trained.copy()
         if config.train_agents is not None:
             counted &= np.isin(flat.agent, [self.agents.index(agent) for agent in config.train_agents])
+        counted &= ~np.isin(flat.agent, [self.agents.index(agent) for agent in config.opponents])
         if config.overlong_filter:
             counted &= ~np.array([generation.truncated for generation in flat.generations])
         return counted
@@ -161,6 +169,7 @@ class LLMAlgorithm(Algorithm):
             longest = max(part.seconds.get(phase, 0.0) for part in parts)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + longest
         self._staleness = self._updates - parts[0].weights_seq_no if self.config.num_env_runners else 0
+        self.metrics.aggregate([part.logged for part in parts], key=ENV_RUNNER_RESULTS)
         trees = {tree.root: tree for part in parts for tree in part.trees}
         self._tokens_generated += sum(g.num_tokens for tree in trees.values() for g in tree.generations)
         return [trees[root] for root in roots]
@@ -189,6 +198,17 @@ class LLMAlgorithm(Algorithm):
             )
 
     # --- RLlib's life of an algorithm ----------------------------------------------------------------------------
+
+    @classmethod
+    def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
+        """As RLlib's, but a learner in the main process takes no CPU of its own: fractions are possible."""
+        request = super().default_resource_request(config)
+        asked = cls.get_default_config().update_from_dict(config)
+        if asked.num_learners:
+            return request
+        main, *others = request.bundles
+        bundles = [{**main, "CPU": asked.num_cpus_for_main_process}, *others]
+        return PlacementGroupFactory(bundles, strategy=request.strategy)
 
     def setup(self, config: Any) -> None:
         """Builds runners and learner; in one process they share one module."""
@@ -276,6 +296,7 @@ class LLMAlgorithm(Algorithm):
         """Answers the dev roots greedily on the training runners; returns mean scores and the iteration they are of."""
         if not self.num_dev_roots:
             return {}
+        self._call("on_evaluate_start")
         with self._clock("evaluate"):
             count = min(self.num_dev_roots, self.config.evaluation_questions or self.num_dev_roots)
             roots = range(count)
@@ -283,6 +304,7 @@ class LLMAlgorithm(Algorithm):
             trees = [tree for rollouts in self.pool.roll_out(roots, how) for tree in rollouts.trees]
             self._record_dev(trees)
         self._dev = {**results.mean_scores(trees, divisor=count), "iteration": self._updates, "questions": count}
+        self._call("on_evaluate_end", evaluation_metrics=self._dev)
         return self._dev
 
     @classmethod
@@ -426,6 +448,11 @@ class LLMAlgorithm(Algorithm):
 
     # --- inside --------------------------------------------------------------------------------------------------
 
+    def _call(self, name: str, **given: Any) -> None:
+        """Calls RLlib's callbacks of this name, which it would call itself where it evaluated."""
+        given |= {"algorithm": self, "metrics_logger": self.metrics}
+        make_callback(name, self.callbacks, getattr(self.config, f"callbacks_{name}"), kwargs=given)
+
     def _record_dev(self, trees: Sequence[RolloutTree]) -> None:
         flat = flatten(trees, self.agents)
         shared = self._propagated(flat, flat.specific, np.random.default_rng(self.run_seed))
@@ -446,6 +473,8 @@ class LLMAlgorithm(Algorithm):
             seed=(self.run_seed, iteration),
             split=split,
             common_noise=self.config.common_noise,
+            void_errors=self.config.env_errors == "void",
+            max_turns=self.config.max_turns,
         )
 
     def _check_roots(self) -> None:
