@@ -80,9 +80,8 @@ class Faulty(Good):
 
 
 def system(env: type, llm: str, **changes: Any) -> System:
-    return assemble(
-        MHGPOConfig.check({"env": env, "llm": llm, "max_response_tokens": 5, "max_turns": 20, **changes}), llm
-    )
+    config = MHGPOConfig.check({"env": env, "llm": llm, "max_response_tokens": 5, "max_turns": 20, **changes})
+    return assemble(config, llm, {})
 
 
 def found(env: type, llm: Path, **changes: Any) -> dict[str, Finding]:

@@ -72,9 +72,13 @@ def assembled(environment: str, env_config: str | None, llm: str | None) -> "Sys
     changes = read_json(env_config, "--env-config")
     if Path(environment).suffix in (".yaml", ".yml", ".py"):
         system = untrained(Path(environment), changes)
-        return system if llm is None else assemble(system.config.update_from_dict({"llm": llm}), llm)
+        return (
+            system
+            if llm is None
+            else assemble(system.config.update_from_dict({"llm": llm}), llm, system.config.env_config)
+        )
     config = MHGPOConfig.check({"env": environment, "env_config": changes, "llm": llm or MHGPOConfig.llm})
-    return assemble(config, config.llm)
+    return assemble(config, config.llm, changes)
 
 
 def report(groups: "list[Group]") -> str:

@@ -117,7 +117,9 @@ class SearchEnv(TokenEnv):
     @property
     def fingerprints(self) -> dict[str, str]:
         """Of the training questions and of the corpus; a run is not continued with others."""
-        return {"questions": self.splits["train"].fingerprint, "corpus": self.retriever.corpus.fingerprint}
+        corpus = getattr(self.retriever, "corpus", None)  # a server's is not known
+        own = {"questions": self.splits["train"].fingerprint}
+        return own if corpus is None else {**own, "corpus": corpus.fingerprint}
 
     def num_roots(self, split: str = "train") -> int:
         """Returns the number of questions; 0 where there is no such split."""
