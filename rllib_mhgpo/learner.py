@@ -36,6 +36,7 @@ class LLMLearner(TorchLearner):
         """Builds module, optimiser and, where the loss needs one, the frozen reference policy."""
         super().build()
         self.num_updates = self.skipped_in_a_row = 0
+        self.is_restored = False
 
     def _make_modules_ddp_if_necessary(self) -> None:
         """Makes of each model a replica or a shard; RLlib's DDP would average what has to be summed."""
@@ -283,6 +284,12 @@ class LLMLearner(TorchLearner):
                 refs.append(ray.put(chunk))
                 chunk, held = {}, 0
         return ([*refs, ray.put(chunk)] if chunk else refs), total
+
+    def restore_from_path(self, path: Any, **kwargs: Any) -> None:
+        """Takes a checkpoint; ``is_restored`` says whether it did, since RLlib asks remote learners for no answer."""
+        self.is_restored = False
+        super().restore_from_path(path, **kwargs)
+        self.is_restored = True
 
     def place(self) -> tuple[str, tuple[int, ...]]:
         """Returns this learner's node and GPUs."""

@@ -9,7 +9,7 @@ Source: ``hotpot_evaluate_v1.py`` of the HotpotQA authors (Yang et al. 2018), wh
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from math import sqrt
@@ -122,6 +122,18 @@ class Answered(Protocol):
         """Its golds, at least one."""
 
 
+class Supported(Answered, Protocol):
+    """What scoring supporting facts needs of a question."""
+
+    @property
+    def supporting(self) -> tuple[tuple[str, int], ...]:
+        """Its supporting facts, (title, sentence) pairs."""
+
+    @property
+    def evidence(self) -> tuple[int, ...]:
+        """The numbers of its supporting passages, where the data set has them."""
+
+
 @dataclass(frozen=True)
 class AnswerScores:
     """Scores of a set of predictions: means over all questions, a missing one counting 0.
@@ -175,6 +187,95 @@ def score_predictions(questions: Sequence[Answered], predictions: Mapping[str, s
     return AnswerScores(means, errors, rows, missing, tuple(id_ for id_ in predictions if id_ not in ids))
 
 
+@dataclass(frozen=True)
+class OfficialScores:
+    """Scores as a data set's own script gives them: means over all questions, what is missing counting 0.
+
+    ``errors`` are standard errors by bootstrap. ``per_question`` is in the order of the questions.
+    """
+
+    means: dict[str, float]
+    errors: dict[str, float]
+    per_question: tuple[dict[str, float], ...]
+    missing: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+
+def official_scores(
+    questions: Sequence[Supported],
+    answers: Mapping[str, str],
+    facts: Mapping[str, Sequence[tuple[str, int]]] | None = None,
+    paragraphs: Mapping[str, Sequence[int]] | None = None,
+    musique: bool = False,
+) -> OfficialScores:
+    """Scores predictions as the HotpotQA script does (2WikiMultihopQA's is the same), or as MuSiQue's.
+
+    Args:
+        questions: with golds and supporting facts.
+        answers: by id.
+        facts: predicted supporting facts by id; adds ``sp_…`` and, with the answer, ``joint_…``.
+        paragraphs: predicted supporting paragraphs by id, as numbers; adds ``support_f1`` (MuSiQue).
+        musique: EM and F1 as MuSiQue's script: without the rule that yes and no must be the whole answer.
+
+    Raises:
+        DataError: when there are no questions, or not one of the predictions is of one of them.
+    """
+    ids = {question.id for question in questions}
+    if not questions:
+        raise DataError("no questions to score: expected at least one.")
+    if answers and not ids & answers.keys():
+        raise DataError(
+            f"not one of {len(answers)} predictions has the id of a question: found {next(iter(answers))!r}, expected"
+            f" such as {questions[0].id!r}. Name the questions that were answered."
+        )
+    rows = []
+    for question in questions:
+        row = _answer_row(answers.get(question.id), question.answers, musique)
+        if facts:
+            row |= _fact_row(row, facts.get(question.id), question.supporting)
+        if paragraphs:
+            wanted = {(str(number), 0) for number in question.evidence}
+            found = [(str(number), 0) for number in paragraphs.get(question.id, ())]
+            row["support_f1"] = fact_scores(found, wanted)["f1"] if question.id in paragraphs else 0.0
+        rows.append({name: value for name, value in row.items() if not name.startswith("_")})
+    means = {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
+    missing = tuple(question.id for question in questions if question.id not in answers)
+    unknown = tuple(id_ for id_ in answers if id_ not in ids)
+    return OfficialScores(means, bootstrap_errors(rows), tuple(rows), missing, unknown)
+
+
+def fact_scores(predicted: Iterable[tuple[str, int]], gold: Iterable[tuple[str, int]]) -> dict[str, float]:
+    """EM, F1, precision and recall of a set of supporting facts.
+
+    >>> fact_scores([("A", 0), ("B", 1)], [("A", 0)])
+    {'em': 0.0, 'f1': 0.6666666666666666, 'precision': 0.5, 'recall': 1.0}
+    """
+    found, wanted = set(predicted), set(gold)
+    precision = len(found & wanted) / len(found) if found else 0.0
+    recall = len(found & wanted) / len(wanted) if wanted else 0.0
+    return {"em": float(found == wanted), "f1": _mean_of(precision, recall), "precision": precision, "recall": recall}
+
+
+def musique_f1(prediction: str, golds: Golds) -> float:
+    """F1 of MuSiQue's (and SQuAD's) script: yes and no are words like others; two empty answers agree.
+
+    >>> round(musique_f1("no, they are not", "no"), 2), musique_f1("the", "!")
+    (0.4, 1.0)
+    """
+    return max(_word_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in gold_list(golds))
+
+
+def bootstrap_errors(rows: Sequence[Mapping[str, float]], draws: int = 1000, seed: int = 0) -> dict[str, float]:
+    """Standard errors of the rows' means: the standard deviation of the means of so many samples with replacement."""
+    import numpy as np
+
+    names = list(rows[0])
+    table = np.array([[row[name] for name in names] for row in rows])
+    rng = np.random.default_rng(seed)
+    means = np.array([table[rng.integers(len(rows), size=len(rows))].mean(axis=0) for _ in range(draws)])
+    return dict(zip(names, means.std(axis=0, ddof=1).tolist(), strict=True))
+
+
 def gold_list(golds: Golds) -> Sequence[str]:
     """The golds as a list: a string is one gold, not letters.
 
@@ -189,14 +290,63 @@ def gold_list(golds: Golds) -> Sequence[str]:
 
 
 def _f1(prediction: str, gold: str) -> float:
+    return _mean_of(*_precision_recall(prediction, gold))
+
+
+def _precision_recall(prediction: str, gold: str) -> tuple[float, float]:
+    """Of normalised answers, by words; both 0 where a yes, no or noanswer is not the whole of both."""
     if prediction != gold and (prediction in _WHOLE_ANSWERS or gold in _WHOLE_ANSWERS):
-        return 0.0
+        return 0.0, 0.0
     predicted, wanted = prediction.split(), gold.split()
     same = sum((Counter(predicted) & Counter(wanted)).values())
-    if same == 0:
-        return 0.0
-    precision, recall = same / len(predicted), same / len(wanted)
-    return 2 * precision * recall / (precision + recall)
+    return (same / len(predicted), same / len(wanted)) if same else (0.0, 0.0)
+
+
+def _answer_row(prediction: str | None, golds: Golds, musique: bool) -> dict[str, float]:
+    """The scores of one answer; names that begin with ``_`` are needed for the joint scores alone."""
+    if prediction is None:
+        return dict.fromkeys(("acc", "em", "f1", "_precision", "_recall"), 0.0)
+    best = max(gold_list(golds), key=lambda gold: f1(prediction, gold))
+    precision, recall = _precision_recall(normalize_answer(prediction), normalize_answer(best))
+    return {
+        "acc": accuracy(prediction, golds),
+        "em": exact_match(prediction, golds),
+        "f1": musique_f1(prediction, golds) if musique else f1(prediction, golds),
+        "_precision": precision,
+        "_recall": recall,
+        "_answered": 1.0,
+    }
+
+
+def _fact_row(
+    answer: Mapping[str, float], predicted: Sequence[tuple[str, int]] | None, gold: Sequence[tuple[str, int]]
+) -> dict[str, float]:
+    """Supporting-fact scores, and those of answer and facts together, which are 0 where either is missing."""
+    facts = (
+        dict.fromkeys(("em", "f1", "precision", "recall"), 0.0) if predicted is None else fact_scores(predicted, gold)
+    )
+    both = float(predicted is not None and "_answered" in answer)
+    precision = both * answer["_precision"] * facts["precision"]
+    recall = both * answer["_recall"] * facts["recall"]
+    return {
+        **{f"sp_{name}": value for name, value in facts.items()},
+        "joint_em": both * answer["em"] * facts["em"],
+        "joint_f1": _mean_of(precision, recall),
+        "joint_precision": precision,
+        "joint_recall": recall,
+    }
+
+
+def _mean_of(precision: float, recall: float) -> float:
+    return 2 * precision * recall / (precision + recall) if precision + recall > 0 else 0.0
+
+
+def _word_f1(prediction: str, gold: str) -> float:
+    predicted, wanted = prediction.split(), gold.split()
+    same = sum((Counter(predicted) & Counter(wanted)).values())
+    if not predicted or not wanted:
+        return float(predicted == wanted)
+    return _mean_of(same / len(predicted), same / len(wanted))
 
 
 def _accuracy(prediction: str, gold: str) -> float:

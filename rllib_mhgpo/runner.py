@@ -10,13 +10,15 @@ from typing import Any
 
 import ray
 from pettingzoo import AECEnv
+from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
 from ray.rllib.env import INPUT_ENV_SPACES
 from ray.rllib.env.env_runner import EnvRunner
+from ray.rllib.utils import force_list
 from ray.rllib.utils.checkpoints import Checkpointable
 from ray.rllib.utils.metrics import WEIGHTS_SEQ_NO
 
-from rllib_mhgpo.engines import Engine, HFEngine
+from rllib_mhgpo.engines import HFEngine
 from rllib_mhgpo.llms import context_length, load_tokenizer
 from rllib_mhgpo.modules import LLMRLModule
 from rllib_mhgpo.tree import RolloutTree
@@ -28,12 +30,19 @@ class Rollouts:
 
     Attributes:
         trees: one a root, in the order asked.
-        seconds: by phase: ``generate``, ``step``, ``retrieve`` (a part of step), ``total``.
+        seconds: by phase: ``generate``, ``step``, those of :data:`IN_STEP`, ``total``.
         weights_seq_no: which weights sampled them.
+        logged: what callbacks have logged, for RLlib's metrics.
     """
 
-    def __init__(self, trees: list[RolloutTree], seconds: dict[str, float], weights_seq_no: int) -> None:
-        self.trees, self.seconds, self.weights_seq_no = trees, seconds, weights_seq_no
+    def __init__(
+        self, trees: list[RolloutTree], seconds: dict[str, float], weights_seq_no: int, logged: dict[str, Any]
+    ) -> None:
+        self.trees, self.seconds, self.weights_seq_no, self.logged = trees, seconds, weights_seq_no, logged
+
+
+IN_STEP = ("retrieve", "encode", "search")
+"""Parts of ``step`` that an environment times: retrieval in all, and in it making vectors and searching."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +64,8 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         self.module: LLMRLModule | None = None
-        self.engine: Engine | None = None
         self.weights_seq_no = 0
+        self.callbacks = [callback() for callback in force_list(config.callbacks_class)]
         self.make_env()
         if not config.shares_module:
             self.make_module()
@@ -65,6 +74,13 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         """Builds the environment with the policy's tokenizer."""
         self.context = context_length(self.config.llm)
         self.env: AECEnv = self.config.make_env(load_tokenizer(self.config.llm), self.context)
+        self._call("on_environment_created", env=self.env, env_context=self.config.env_config)
+
+    def _call(self, name: str, **given: Any) -> None:
+        """Calls RLlib's callbacks of this name; in the place of an episode they are given a rollout tree."""
+        functions = getattr(self.config, f"callbacks_{name}")
+        given |= {"env_runner": self, "metrics_logger": self.metrics}
+        make_callback(name, self.callbacks, functions, kwargs=given)
 
     def make_module(self) -> None:
         """Builds an own copy of the policy, for sampling alone: its weights have the size of ``dtype``."""
@@ -81,18 +97,24 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         settings = {"tokenizer": module.tokenizer, **self.config.engine_config}
         if (self.config.lora or {}).get("adapters"):
             settings["act_as"] = module.act_as
-        self.engine = HFEngine(module.llm, module.eos_ids, module.dtype, **settings)
+        self.opponents = self.config.cast(HFEngine(module.llm, module.eos_ids, module.dtype, **settings))
 
     def rollout(self, roots: Sequence[int], how: Play) -> Rollouts:
         """Plays the roots and returns their trees."""
-        assert self.engine is not None, "the runner has no policy yet"
+        assert self.module is not None, "the runner has no policy yet"
+        engine = self.opponents.at(how.seed[-1])
         seconds: dict[str, float] = {}
         timings = getattr(self.env, "timings", {})
-        retrieved, started = timings.get("retrieve_s", 0.0), time.perf_counter()
-        trees = play(self.env, self.engine, roots, replace(how, context=self.context), seconds)
-        seconds["retrieve"] = timings.get("retrieve_s", 0.0) - retrieved
+        before, started = dict(timings), time.perf_counter()
+        trees = play(self.env, engine, roots, replace(how, context=self.context), seconds)
+        for phase in IN_STEP:
+            seconds[phase] = timings.get(f"{phase}_s", 0.0) - before.get(f"{phase}_s", 0.0)
+        if how.split == "train":
+            self._call("on_sample_end", samples=trees)
+            for index, tree in enumerate(trees):
+                self._call("on_episode_end", episode=tree, env_index=index, env=self.env, rl_module=self.module)
         seconds["total"] = time.perf_counter() - started
-        return Rollouts(trees, seconds, self.weights_seq_no)
+        return Rollouts(trees, seconds, self.weights_seq_no, self.metrics.reduce())
 
     def receive(self, published: Published) -> None:
         """Takes new weights, a few layers at a time."""

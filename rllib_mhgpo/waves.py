@@ -15,7 +15,8 @@ import numpy as np
 from pettingzoo import AECEnv
 
 from rllib_mhgpo.engines import Completion, Engine, Prompt
-from rllib_mhgpo.errors import RolloutError
+from rllib_mhgpo.errors import ConfigError, RolloutError
+from rllib_mhgpo.forks import copy_env
 from rllib_mhgpo.sampling import Strategy, Visit
 from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.tree import TEAM, Generation, RolloutTree
@@ -34,6 +35,8 @@ class Play:
         keep_records: keep what the environment summarises of each episode, of all roots or of these.
         common_noise: branches see the same noise of the environment instead of their own.
         context: most tokens of prompt and response together; response limits are lowered to it.
+        void_errors: whatever an environment raises voids the rollout; otherwise a :class:`RolloutError` alone does.
+        max_turns: acts after which an episode that has not ended is voided.
     """
 
     strategy: Strategy
@@ -44,6 +47,8 @@ class Play:
     keep_records: bool | Collection[int] = False
     common_noise: bool = False
     context: int | None = None
+    void_errors: bool = False
+    max_turns: int = 1000
 
     def limit(self, agent: str, prompt_length: int) -> int:
         """Most tokens of a response of ``agent`` to a prompt of this length."""
@@ -95,13 +100,13 @@ class Branch:
 
     def visit(self) -> Visit:
         """Where this trajectory stands."""
-        agent, agents = self.env.agent_selection, self.env.possible_agents
+        agent, agents = acting(self.env), self.env.possible_agents
         act = len(self.latest.get(agent, ()))
         return Visit(self.tree.root, agent, agents.index(agent), len(agents), act, self.path, self.acts)
 
     def fork(self, count: int) -> list["Branch"]:
         """Returns ``count`` branches, this one first, the others with copies of the environment."""
-        return [self, *(replace(self, env=copy.deepcopy(self.env), **self._own()) for _ in range(count - 1))]
+        return [self, *(replace(self, env=copy_env(self.env), **self._own()) for _ in range(count - 1))]
 
     def _own(self) -> dict[str, Any]:
         return {"latest": copy.deepcopy(self.latest), "teams": dict(self.teams)}
@@ -122,7 +127,7 @@ def play(env: AECEnv, engine: Engine, roots: Sequence[int], how: Play, seconds: 
         One tree a root, in order. Trajectories that met a :class:`RolloutError` are left out; ``void`` says why.
     """
     trees = [RolloutTree(root, recorded=how.keeps(root)) for root in roots]
-    live = [_begin(env, tree, how) for tree in trees]
+    live = [branch for tree in trees for branch in _begun(env, tree, how)]
     while live:
         live, prompts, flags = _observed(live, how)
         with _timed(seconds, "generate"):
@@ -143,11 +148,15 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - started
 
 
-def _begin(env: AECEnv, tree: RolloutTree, how: Play) -> Branch:
-    branch = Branch(copy.deepcopy(env), tree)
-    branch.env.reset(seed=how.stream(tree.root, ()) % 2**32, options={"index": tree.root, "split": how.split})
+def _begun(env: AECEnv, tree: RolloutTree, how: Play) -> list[Branch]:
+    branch = Branch(copy_env(env), tree)
+    try:
+        branch.env.reset(seed=how.stream(tree.root, ()) % 2**32, options={"index": tree.root, "split": how.split})
+    except Exception as error:
+        _void(branch, error, how)
+        return []
     branch.name_teams()
-    return branch
+    return [branch]
 
 
 def _reseed(env: AECEnv, seed: int) -> None:
@@ -162,12 +171,17 @@ def _observed(live: list[Branch], how: Play) -> tuple[list[Branch], list[Prompt]
     """Reads the prompt of every live branch; branches whose prompt cannot be made are voided."""
     kept, prompts, flags = [], [], []
     for branch in live:
-        visit = branch.visit()
+        agent = branch.env.agent_selection
         try:
-            ids = branch.env.observe(visit.agent)
-            limit = how.limit(visit.agent, len(ids))
-        except RolloutError as error:
-            _void(branch, error)
+            if len(branch.path) >= how.max_turns:
+                raise RolloutError(
+                    f"agent {agent!r}: the episode has not ended after max_turns = {how.max_turns} acts."
+                )
+            visit = branch.visit()
+            ids = branch.env.observe(agent)
+            limit = how.limit(agent, len(ids))
+        except Exception as error:
+            _void(branch, error, how)
             continue
         trained = how.strategy(visit)
         seeds = [how.stream(branch.tree.root, (*branch.path, sample)) for sample in range(len(trained))]
@@ -206,12 +220,12 @@ def _stepped(live: list[Branch], how: Play) -> list[Branch]:
                 raise error
             if not _note(branch, how):
                 going.append(branch)
-        except RolloutError as reason:
-            _void(branch, reason)
+        except Exception as reason:
+            _void(branch, reason, how)
     return going
 
 
-def _step(live: list[Branch]) -> list[RolloutError | None]:
+def _step(live: list[Branch]) -> list[Exception | None]:
     """Steps environments of one class, through their ``step_batch`` where they have one; returns what went wrong."""
     envs, actions = [branch.env for branch in live], [branch.generation().response for branch in live]
     if envs and hasattr(envs[0], "step_batch"):
@@ -219,10 +233,10 @@ def _step(live: list[Branch]) -> list[RolloutError | None]:
     return [_step_one(env, action) for env, action in zip(envs, actions, strict=True)]
 
 
-def _step_one(env: AECEnv, action: Tokens) -> RolloutError | None:
+def _step_one(env: AECEnv, action: Tokens) -> Exception | None:
     try:
         env.step(action)
-    except RolloutError as error:
+    except Exception as error:
         return error
     return None
 
@@ -250,9 +264,21 @@ def _note(branch: Branch, how: Play) -> bool:
     return ended
 
 
+def acting(env: AECEnv) -> str:
+    """Returns who is to act.
+
+    Raises:
+        ConfigError: it is not one of the agents that the environment has announced.
+    """
+    agent, agents = env.agent_selection, env.possible_agents
+    if agent not in agents:
+        raise ConfigError(f"env: {agent!r} is to act, but possible_agents has only {agents}; name all agents there.")
+    return str(agent)
+
+
 def _is_over(env: AECEnv) -> bool:
     """Lets agents that have ended leave; returns whether none is left."""
-    while env.agents and (env.terminations[env.agent_selection] or env.truncations[env.agent_selection]):
+    while env.agents and (env.terminations[acting(env)] or env.truncations[env.agent_selection]):
         env.step(None)
     return not env.agents
 
@@ -303,6 +329,10 @@ def _parents(branch: Branch, info: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(parents))
 
 
-def _void(branch: Branch, error: RolloutError) -> None:
-    place = "" if str(error).startswith("question") else f"question {branch.tree.root}: "
-    branch.tree.void.append(f"{place}{error}")
+def _void(branch: Branch, error: Exception, how: Play) -> None:
+    """Leaves the trajectory out and says why; a fault of the program is raised unless it is to be voided too."""
+    if not isinstance(error, RolloutError) and not how.void_errors:
+        raise error
+    reason = str(error) if isinstance(error, RolloutError) else f"{type(error).__name__}: {error}"
+    place = "" if reason.startswith("question") else f"question {branch.tree.root}: "
+    branch.tree.void.append(f"{place}{reason}")

@@ -35,7 +35,7 @@ def ray_session() -> Iterator[None]:
     """A local Ray of two CPUs, ended after the module."""
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield
     ray.shutdown()
 

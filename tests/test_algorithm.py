@@ -1,6 +1,7 @@
 """MHGPO as RLlib runs it: iterations, seeds, runners, checkpoints, configuration."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,22 @@ def test_a_checkpoint_is_whole_or_absent(make: Make, tmp_path: Path, monkeypatch
         algorithm.save_to_path(path)
     assert sorted(p.relative_to(path) for p in path.rglob("*")) == before
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.parametrize("learners", [0, 2])
+def test_a_full_disk_leaves_no_half_checkpoint(make: Make, tmp_path: Path, learners: int) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this user may not mount a small disk")
+    try:
+        algorithm = make(num_learners=learners, num_cpus_per_learner=0.5, evaluation_interval=None)
+        with pytest.raises(CheckpointError):
+            algorithm.save_to_path(disk / "checkpoint")
+        assert list(disk.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 calls = 0

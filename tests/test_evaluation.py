@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rllib_mhgpo.algorithms.evaluation import find_checkpoint, mean_and_error, open_system
+from rllib_mhgpo.algorithms.checkpoints import find_checkpoint
+from rllib_mhgpo.algorithms.evaluation import mean_and_error, open_system
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.errors import CheckpointError, ConfigError
 from tests.toys import PROMPTS

@@ -287,7 +287,7 @@ def test_an_index_that_cannot_be_written(tmp_path: Path) -> None:
     ("spec", "message"),
     [
         ("tfidff", r"'tfidff'.*Did you mean 'tfidf'"),
-        ("/no/such/folder", "expected 'tfidf' or an existing folder"),
+        ("/no/such/folder", "existing folder of a sentence encoder or of a saved index"),
         ({"encodr": "tfidf"}, r"unknown key 'encodr'.*Did you mean 'encoder'"),
         ({"encoder": "tfidf", "pooling": "cls"}, "expected no key but cache_size, found 'pooling'"),
         ({"cache_size": -1}, "cache_size: expected a number of queries of at least 0, found -1"),

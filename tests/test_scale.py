@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from rllib_mhgpo.algorithms.checkpoints import MANIFEST, POLICY, SHARDS, check_shards, read_shard, write_shard
@@ -64,8 +65,9 @@ def test_questions_that_end_every_runner_end_the_run(make: Make) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     pool = algorithm.pool
+    play = algorithm._training_play(0)
     deals = {
-        actor.apply.remote(play_and_die): Deal(index, [3, 4], None, tries=3) for index, actor in pool._active.items()
+        actor.apply.remote(play_and_die): Deal(index, [3, 4], play, tries=3) for index, actor in pool._active.items()
     }
     with pytest.raises(MHGPOError, match=r"3 runners were lost on the questions \[3, 4\]"):
         pool.finish(deals)
@@ -75,6 +77,15 @@ def test_an_error_in_a_runner_reaches_the_user(make: Make) -> None:
     algorithm = make(num_env_runners=1, evaluation_interval=None)
     with pytest.raises(ZeroDivisionError):
         algorithm.pool.first(lambda runner: 1 / 0)
+
+
+def sampled_with(algorithm: MHGPO) -> dict[str, NDArray[Any]]:
+    """The weights of a runner."""
+
+    def weights_of(runner: Any) -> list[tuple[str, NDArray[Any]]]:
+        return list(runner.module.weights())
+
+    return dict(algorithm.pool.first(weights_of))
 
 
 @pytest.mark.parametrize("stage", [None, 3], ids=["replicas", "zero3"])
@@ -88,19 +99,19 @@ def test_learners_share_a_run_and_its_checkpoint(make: Make, tmp_path: Path, sta
     path = Path(first.save_to_path(tmp_path / "checkpoint"))
     model = AutoModelForCausalLM.from_pretrained(path / POLICY)
     saved = {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
-    on_runner = dict(first.pool.first(lambda runner: list(runner.module.weights())))
+    on_runner = sampled_with(first)
     assert equal(saved, on_runner)
     assert len(list((path / SHARDS).glob("*"))) == (2 if stage else 0)
     after = row(first)
-    moved = dict(first.pool.first(lambda runner: list(runner.module.weights())))
+    moved = sampled_with(first)
     first.stop()
     second = make(num_cpus_per_learner=0.5, **settings)
     second.restore_from_path(path)
-    assert equal(dict(second.pool.first(lambda runner: list(runner.module.weights()))), saved)
+    assert equal(sampled_with(second), saved)
     again = row(second)
     assert again["train"] == after["train"]
     assert again["grad_norm"] == after["grad_norm"]
-    assert equal(dict(second.pool.first(lambda runner: list(runner.module.weights()))), moved)
+    assert equal(sampled_with(second), moved)
 
 
 def test_a_dead_learner_ends_the_run_with_the_way_on(make: Make) -> None:

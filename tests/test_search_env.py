@@ -1,7 +1,9 @@
 """The search environment: protocol, retrieval in the step, rewards, penalties, forks."""
 
 import copy
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,15 @@ import pytest
 from pettingzoo.test import api_test, seed_test
 from ray.rllib.env.wrappers.pettingzoo_env import PettingZooEnv
 
-from rllib_mhgpo.data import Passage
+from rllib_mhgpo.data import Corpus, Passage, Question, Questions
 from rllib_mhgpo.envs.search import SearchEnv, dealt
-from rllib_mhgpo.errors import ConfigError, RolloutError
+from rllib_mhgpo.errors import ConfigError, RetrievalError, RolloutError
+from rllib_mhgpo.retrieval import Retriever, TfidfEncoder, save_retriever
+from rllib_mhgpo.retrieval.base import passage_texts
 from rllib_mhgpo.spaces import TokenSequence
 from tests.toys import PROMPTS, toy_questions, toy_tokenizer
+
+CORPUS = Corpus.from_passages([("Own", "own page")])
 
 
 def make(**settings: Any) -> SearchEnv:
@@ -235,6 +241,58 @@ def test_recall_is_told_after_each_role() -> None:
     assert env.infos["rewriter"]["metrics"]["recall"] == 1
     say(env, "Document1")
     assert env.infos["reranker"]["metrics"]["recall"] == 0
+
+
+def test_recall_tells_namesakes_apart() -> None:
+    """Two of the question's passages bear one title: only the one that supports counts."""
+    context = (("P", ("right page",)), ("P", ("other page",)), ("Q", ("another page",)))
+    question = Question("q", "what?", ("a",), context=context, evidence=(0, 2))
+    questions = Questions([question], "made")
+    env = make(questions=questions, dev_questions=questions)
+    play(env, "other page", index=0)
+    assert env.infos["rewriter"]["metrics"]["recall"] == 1
+    say(env, f"Document{[p.text for p in env.passages].index('other page')}")
+    assert env.infos["reranker"]["metrics"]["recall"] == 0
+
+
+def test_cache_hits_and_seconds_are_told() -> None:
+    env = make()
+    assert play(env, "p1\npage1").infos["rewriter"]["metrics"]["cache_hits"] == 0
+    assert play(env, "p1\npage2").infos["rewriter"]["metrics"]["cache_hits"] == 0.5
+    assert 0 < env.timings["search_s"] + env.timings["encode_s"] <= env.timings["retrieve_s"]
+
+
+def test_an_index_brings_its_own_passages(tmp_path: Path) -> None:
+    save_retriever(Retriever.build(CORPUS, TfidfEncoder.fit(passage_texts(CORPUS))), tmp_path / "ix")
+    alone = tmp_path / "q.jsonl"
+    alone.write_text("\n".join(json.dumps({"question": f"what is {i}?", "answer": f"a{i}"}) for i in range(9)))
+    spec = {"file": str(alone), "limit": 3, "shuffle": 1}
+    env = make(questions=spec, dev_questions=None, retriever=str(tmp_path / "ix"))
+    assert env.num_roots() == 3
+    assert [passage.title for passage in play(env, "own").passages] == ["Own"]
+    with pytest.raises(RetrievalError, match="holds 1 vectors"):
+        make(retriever=str(tmp_path / "ix"), corpus=Corpus.from_passages([("A", "a"), ("B", "b")]))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"file": "x", "limt": 3}, "Did you mean 'limit'"),
+        ({"file": "x", "limit": 0}, "questions.limit: expected a whole number, found 0"),
+        ({"file": "x", "shuffle": True}, "questions.shuffle"),
+        ({"limit": 3}, "questions.file: expected a question file, found None"),
+        ({"file": "minipedia:train"}, "questions.file: expected a question file"),
+    ],
+)
+def test_refused_parts_of_question_files(spec: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SearchEnv.check({"questions": spec})
+
+
+def test_a_failing_retriever_stops_the_run() -> None:
+    env = make(retriever="http://127.0.0.1:9/retrieve")
+    with pytest.raises(RetrievalError, match=r"127\.0\.0\.1:9/retrieve: no answer after 3 tries"):
+        play(env, "p1")
 
 
 def test_an_index_out_of_range_is_refused() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from numpy.typing import NDArray
 from ray.rllib.core.learner.training_data import TrainingData
+from torch.multiprocessing.spawn import spawn
 
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.algorithms.objective import PolicyLearner
@@ -30,7 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_two_processes(task: Callable[[int, Path, Any], None], folder: Path, out: Path, given: Any) -> None:
     """Runs a task as learner 0 and 1 of one group."""
-    mp.spawn(_enter, args=(task, out / "rendezvous", folder, given), nprocs=2, join=True)
+    spawn(  # type: ignore[no-untyped-call]
+        _enter, args=(task, out / "rendezvous", folder, given), nprocs=2, join=True
+    )
 
 
 def _enter(rank: int, task: Callable[..., None], meeting: Path, folder: Path, given: Any) -> None:
@@ -72,7 +74,8 @@ def update_a_shard(rank: int, folder: Path, given: dict[str, Any]) -> None:
         for name, shards in SHARDS.items():
             moved, report = change(make(folder, stage), make_batch().take(np.array(shards[rank], dtype=np.int64)))
             if rank == 0:
-                np.savez(given["out"] / f"{stage}_{name}.npz", norms=np.array(report["grad_norms"]), **moved)
+                moved["norms"] = np.array(report["grad_norms"])
+                np.savez(given["out"] / f"{stage}_{name}.npz", **moved)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

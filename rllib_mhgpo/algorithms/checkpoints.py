@@ -88,7 +88,7 @@ def last_whole(folder: Path) -> Path:
         CheckpointError: none is whole.
     """
     earlier = [other for other in sorted(folder.parent.glob("checkpoint_*"), reverse=True) if other.name < folder.name]
-    faults = []
+    faults: list[str] = []
     for candidate in (folder, *earlier):
         if (fault := damage(candidate)) is None:
             if faults:
@@ -137,3 +137,16 @@ def check_shards(folder: Path, learners: int) -> None:
 
 def _may_be_replaced(place: Path) -> bool:
     return place.is_dir() and (not any(place.iterdir()) or (place / "rllib_checkpoint.json").is_file())
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Returns the checkpoint itself for a checkpoint, or the last one of a trial or experiment folder."""
+    if (path / "rllib_checkpoint.json").is_file():
+        return path
+    found = sorted(path.glob("**/checkpoint_*/rllib_checkpoint.json"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise CheckpointError(
+            f"{path}: expected a checkpoint folder (with rllib_checkpoint.json) or a run's folder with checkpoints,"
+            f" found {'neither' if path.exists() else 'nothing there'}."
+        )
+    return found[-1].parent

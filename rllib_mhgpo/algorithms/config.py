@@ -15,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
+from rllib_mhgpo.algorithms.opponents import Opponents, check_opponents
 from rllib_mhgpo.algorithms.registration import check_environment, import_named, make_environment, register
 from rllib_mhgpo.credit import AGGREGATIONS
 from rllib_mhgpo.errors import ConfigError, did_you_mean
@@ -27,6 +28,9 @@ USED_RLLIB_KEYS = {
     "num_cpus_per_env_runner", "num_gpus_per_env_runner", "custom_resources_per_env_runner", "sample_timeout_s",
     "num_learners", "num_cpus_per_learner", "num_gpus_per_learner", "custom_resources_per_learner",
     "num_cpus_for_main_process", "placement_strategy", "evaluation_interval", "log_level", "framework", "framework_str",
+    "callbacks_on_algorithm_init", "callbacks_on_environment_created", "callbacks_on_sample_end",
+    "callbacks_on_episode_end", "callbacks_on_train_result", "callbacks_on_evaluate_start",
+    "callbacks_on_evaluate_end", "callbacks_on_checkpoint_loaded",
 }  # fmt: skip
 
 
@@ -45,7 +49,7 @@ RLLIB_TYPES: dict[str, Any] = {
     "num_learners": Count,
     "sample_timeout_s": Number,
     "evaluation_interval": Count | None,
-    "num_cpus_for_main_process": Tokens,
+    "num_cpus_for_main_process": Number,
 }
 """What RLlib's keys must be; RLlib itself takes anything."""
 
@@ -53,7 +57,7 @@ RLLIB_TYPES: dict[str, Any] = {
 class LLMConfig(AlgorithmConfig):
     """Common keys of algorithms that train language models; RLlib's own keys keep their names and meaning."""
 
-    llm: Annotated[str, Field(description="tiny, tiny_1, smollm2, a model folder or a hub id")] = "tiny"
+    llm: Annotated[str, Field(description="tiny, tiny_1, mini, smollm2, a model folder or a hub id")] = "tiny"
     dtype: Annotated[Literal["float32", "bfloat16"], Field(description="of forward passes; weights are float32")] = (
         "float32"
     )
@@ -82,6 +86,12 @@ class LLMConfig(AlgorithmConfig):
         Field(description="longest response: one number, or one by agent"),
     ] = 64
     common_noise: Annotated[bool, Field(description="branches of a tree see the same noise of the environment")] = False
+    max_turns: Annotated[int, Field(ge=1, description="acts after which an episode that has not ended is voided")] = (
+        1000
+    )
+    env_errors: Annotated[
+        Literal["stop", "void"], Field(description="what an environment's exception does to the run, or to the rollout")
+    ] = "stop"
     rollout_strategy: Annotated[
         str, Field(description="where rollouts fork: fof, rr, fof_os, is, fork_counts or module:Class")
     ] = "fof"
@@ -150,6 +160,13 @@ class LLMConfig(AlgorithmConfig):
     record_mb: Annotated[
         float, Field(gt=0, description="most megabytes of a run's records; older iterations are thinned out")
     ] = 200.0
+    opponents: Annotated[
+        dict[str, str],
+        Field(description="who plays agents untrained: random, past, a checkpoint or model, module:function"),
+    ] = {}  # noqa: RUF012  # copied
+    opponent_refresh: Annotated[
+        int, Field(ge=1, description="iterations after which the opponent past becomes the present policy")
+    ] = 10
 
     def __init__(self, algo_class: Any = None) -> None:
         super().__init__(algo_class=algo_class)
@@ -205,6 +222,10 @@ class LLMConfig(AlgorithmConfig):
         if self.penalties is not True:
             offered["penalties"] = self.penalties
         return make_environment(self.env, offered, self.env_config)
+
+    def cast(self, engine: Any) -> Opponents:
+        """Returns the policy's engine with the opponents in their places."""
+        return Opponents(engine, self.opponents, self.opponent_refresh)
 
     def training(self, **settings: Any) -> Self:
         """Sets any of this package's keys, and those of RLlib's ``training()``."""
@@ -297,6 +318,7 @@ class LLMConfig(AlgorithmConfig):
             raise ConfigError(
                 "config: kl_in_reward: expected a kl_beta above 0, found 0; raise it, or leave the KL out."
             )
+        check_opponents(self.opponents)
         counts = self.fork_counts or []
         if self.rollout_strategy == "fork_counts" and (max(counts, default=0) < 2 or min(counts) < 1):
             raise ConfigError(

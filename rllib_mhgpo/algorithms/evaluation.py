@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pettingzoo import AECEnv
 
-from rllib_mhgpo.algorithms.checkpoints import POLICY
+from rllib_mhgpo.algorithms.checkpoints import POLICY, find_checkpoint
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import resolve_algorithm
 from rllib_mhgpo.engines import Cast, Engine, HFEngine
@@ -32,10 +32,31 @@ class System:
     engine: Engine
     config: LLMConfig
     context: int
+    env_config: Mapping[str, Any]
 
     def cast(self, players: Mapping[str, Engine]) -> "System":
         """Returns the system with some agents played by other engines."""
         return replace(self, engine=Cast(self.engine, players))
+
+    def on(self, env_config: Mapping[str, Any]) -> "System":
+        """Returns the system with keys of its own ``env_config`` replaced: other questions, another corpus."""
+        config = self.config.copy(copy_frozen=False)
+        config.env_config = {**self.env_config, **env_config}
+        if config.env_config == self.config.env_config:
+            return self
+        return replace(self, env=config.make_env(self.env.unwrapped.tokenizer, self.context), config=config)
+
+    def ask(self, question: str) -> Record:
+        """Answers one question; returns the environment's summary without golds and scores, or ``void``.
+
+        Raises:
+            ConfigError: the environment does not take questions, or the question is blank.
+        """
+        if not hasattr(self.env.unwrapped, "pose"):
+            raise ConfigError(f"ask: the environment {self.config.env!r} takes no questions of one's own.")
+        split = self.env.unwrapped.pose(question)
+        (wave,) = self.answers(split)
+        return {key: value for key, value in wave[0].items() if key not in ("gold", "scores", "root", "id")}
 
     def player(self, source: str) -> HFEngine:
         """Returns an engine for another policy: a checkpoint, a model folder, a built-in name or a hub id.
@@ -99,35 +120,26 @@ def open_system(checkpoint: str | Path, env_config: Mapping[str, Any]) -> System
     config: LLMConfig = algorithm.get_default_config().update_from_dict(
         {**trained, "env_config": {**trained["env_config"], **env_config}}
     )
-    return assemble(config, str(policy))
+    return assemble(config, str(policy), trained["env_config"])
 
 
-def assemble(config: LLMConfig, llm: str) -> System:
-    """Puts together the system of a configuration with a model that may be another than the configuration's."""
+def assemble(config: LLMConfig, llm: str, env_config: Mapping[str, Any]) -> System:
+    """Puts together the system of a configuration with a model that may be another than the configuration's.
+
+    ``env_config`` is the configuration's before keys of it were replaced.
+    """
     context = context_length(llm)
-    return System(config.make_env(load_tokenizer(llm), context), _engine(llm, config), config, context)
+    engine = config.cast(_engine(llm, config)).at(0)
+    return System(config.make_env(load_tokenizer(llm), context), engine, config, context, env_config)
 
 
 def _engine(llm: str, config: LLMConfig) -> HFEngine:
     model, tokenizer = load_model(llm), load_tokenizer(llm)
     settings, ends = {"tokenizer": tokenizer, **config.engine_config}, eos_ids(model, tokenizer)
-    if (config.lora or {}).get("adapters") and (Path(llm) / lora.FOLDER).is_dir():
+    if config.lora and config.lora.get("adapters") and (Path(llm) / lora.FOLDER).is_dir():
         model = lora.load_adapters(model, config.lora, Path(llm))
         settings["act_as"] = partial(lora.activate, model)
     return HFEngine(model, ends, getattr(torch, config.dtype), **settings)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """Returns the checkpoint itself for a checkpoint, or the last one of a trial or experiment folder."""
-    if (path / "rllib_checkpoint.json").is_file():
-        return path
-    found = sorted(path.glob("**/checkpoint_*/rllib_checkpoint.json"), key=lambda file: file.stat().st_mtime)
-    if not found:
-        raise CheckpointError(
-            f"{path}: expected a checkpoint folder (with rllib_checkpoint.json) or a run's folder with checkpoints,"
-            f" found {'neither' if path.exists() else 'nothing there'}."
-        )
-    return found[-1].parent
 
 
 def record(tree: RolloutTree) -> Record:

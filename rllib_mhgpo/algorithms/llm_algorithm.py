@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ import ray
 from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayError
 from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
+from ray.tune import PlacementGroupFactory
 
 from rllib_mhgpo.alerts import new_alerts, numbers_by_path
 from rllib_mhgpo.algorithms import results
 from rllib_mhgpo.algorithms.checkpoints import (
+    POLICY,
     check_shards,
     damage,
     last_whole,
@@ -39,7 +43,7 @@ from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
 from rllib_mhgpo.credit import AGGREGATIONS, propagate, token_weights
 from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
 from rllib_mhgpo.packing import balanced_shards
-from rllib_mhgpo.runner import Published
+from rllib_mhgpo.runner import IN_STEP, Published
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
 from rllib_mhgpo.train_batch import TrainBatch
 from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
@@ -98,6 +102,11 @@ class LLMAlgorithm(Algorithm):
         strangers = [agent for agent in config.train_agents or [] if agent not in self.agents]
         if strangers or config.train_agents == []:
             raise ConfigError(f"config: train_agents: expected some of {self.agents}, found {config.train_agents}.")
+        strangers = [agent for agent in config.opponents if agent not in self.agents]
+        if strangers or set(config.opponents) == set(self.agents):
+            raise ConfigError(
+                f"config: opponents: expected some of {self.agents}, but not all, found {list(config.opponents)}."
+            )
 
         adapters = (config.lora or {}).get("adapters")
         if adapters is not None and sorted(adapters) != sorted(self.agents):
@@ -127,6 +136,7 @@ class LLMAlgorithm(Algorithm):
         config, counted = self.config, flat.trained.copy()
         if config.train_agents is not None:
             counted &= np.isin(flat.agent, [self.agents.index(agent) for agent in config.train_agents])
+        counted &= ~np.isin(flat.agent, [self.agents.index(agent) for agent in config.opponents])
         if config.overlong_filter:
             counted &= ~np.array([generation.truncated for generation in flat.generations])
         return counted
@@ -155,10 +165,11 @@ class LLMAlgorithm(Algorithm):
             parts, self._ahead = self.pool.finish(self._ahead), {}
         else:
             parts = self.pool.roll_out(roots, self.recorder.recorded(self._training_play(self.iteration), roots))
-        for phase in ("generate", "step", "retrieve"):
+        for phase in ("generate", "step", *IN_STEP):
             longest = max(part.seconds.get(phase, 0.0) for part in parts)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + longest
         self._staleness = self._updates - parts[0].weights_seq_no if self.config.num_env_runners else 0
+        self.metrics.aggregate([part.logged for part in parts], key=ENV_RUNNER_RESULTS)
         trees = {tree.root: tree for part in parts for tree in part.trees}
         self._tokens_generated += sum(g.num_tokens for tree in trees.values() for g in tree.generations)
         return [trees[root] for root in roots]
@@ -187,6 +198,17 @@ class LLMAlgorithm(Algorithm):
             )
 
     # --- RLlib's life of an algorithm ----------------------------------------------------------------------------
+
+    @classmethod
+    def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
+        """As RLlib's, but a learner in the main process takes no CPU of its own: fractions are possible."""
+        request = super().default_resource_request(config)
+        asked = cls.get_default_config().update_from_dict(config)
+        if asked.num_learners:
+            return request
+        main, *others = request.bundles
+        bundles = [{**main, "CPU": asked.num_cpus_for_main_process}, *others]
+        return PlacementGroupFactory(bundles, strategy=request.strategy)
 
     def setup(self, config: Any) -> None:
         """Builds runners and learner; in one process they share one module."""
@@ -274,6 +296,7 @@ class LLMAlgorithm(Algorithm):
         """Answers the dev roots greedily on the training runners; returns mean scores and the iteration they are of."""
         if not self.num_dev_roots:
             return {}
+        self._call("on_evaluate_start")
         with self._clock("evaluate"):
             count = min(self.num_dev_roots, self.config.evaluation_questions or self.num_dev_roots)
             roots = range(count)
@@ -281,6 +304,7 @@ class LLMAlgorithm(Algorithm):
             trees = [tree for rollouts in self.pool.roll_out(roots, how) for tree in rollouts.trees]
             self._record_dev(trees)
         self._dev = {**results.mean_scores(trees, divisor=count), "iteration": self._updates, "questions": count}
+        self._call("on_evaluate_end", evaluation_metrics=self._dev)
         return self._dev
 
     @classmethod
@@ -319,7 +343,9 @@ class LLMAlgorithm(Algorithm):
                 self.on_learners(lambda learner: learner.release())
 
     def _save(self, path: Any, **kwargs: Any) -> str:
-        folder = super().save_to_path(path, **kwargs)
+        folder = str(super().save_to_path(path, **kwargs))
+        if not any((Path(folder) / POLICY).glob("*.safetensors")):  # RLlib asks a remote learner for no answer
+            raise CheckpointError(f"{path}: a learner could not write its part of the checkpoint; its log says why.")
         for index in range(self.config.num_learners if self.config.zero_stage else 0):
             write_shard(Path(folder), index, self._on_learner(index, lambda learner: learner.shards()))
         return folder
@@ -334,11 +360,13 @@ class LLMAlgorithm(Algorithm):
             raise CheckpointError(f"{path}: the checkpoint is damaged: {fault}. Restore the one before.")
         self._check_facts(Path(path))
         super().restore_from_path(path, *args, **kwargs)
+        if not all(self.on_learners(lambda learner: learner.is_restored)):
+            raise CheckpointError(f"{path}: a learner could not restore its part of the checkpoint; its log says why.")
         if self.config.zero_stage:
             check_shards(Path(path), self.config.num_learners)
             for index in range(self.config.num_learners):
                 shard = ray.put(read_shard(Path(path), index))
-                self._on_learner(index, lambda learner, shard=shard: learner.set_shards(ray.get(shard)))
+                self._on_learner(index, partial(_take_shards, shard))
         self._ahead = {}
         self._sync()
 
@@ -420,6 +448,11 @@ class LLMAlgorithm(Algorithm):
 
     # --- inside --------------------------------------------------------------------------------------------------
 
+    def _call(self, name: str, **given: Any) -> None:
+        """Calls RLlib's callbacks of this name, which it would call itself where it evaluated."""
+        given |= {"algorithm": self, "metrics_logger": self.metrics}
+        make_callback(name, self.callbacks, getattr(self.config, f"callbacks_{name}"), kwargs=given)
+
     def _record_dev(self, trees: Sequence[RolloutTree]) -> None:
         flat = flatten(trees, self.agents)
         shared = self._propagated(flat, flat.specific, np.random.default_rng(self.run_seed))
@@ -440,6 +473,8 @@ class LLMAlgorithm(Algorithm):
             seed=(self.run_seed, iteration),
             split=split,
             common_noise=self.config.common_noise,
+            void_errors=self.config.env_errors == "void",
+            max_turns=self.config.max_turns,
         )
 
     def _check_roots(self) -> None:
@@ -541,6 +576,10 @@ def learner_failure(errors: Sequence[Exception]) -> Exception:
 
 def _of_connection(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search("gloo|nccl|connection", str(error), re.IGNORECASE))
+
+
+def _take_shards(shards: ray.ObjectRef, learner: Any) -> None:
+    learner.set_shards(ray.get(shards))
 
 
 def _shard_of(learner: Any, refs: Sequence[ray.ObjectRef]) -> TrainBatch:

@@ -4,6 +4,7 @@ The tables hold import paths as text: nothing is imported before it is asked for
 cluster and loses it with :func:`ray.shutdown`; :func:`register` is cheap and is called again before every use.
 """
 
+import sys
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
@@ -22,6 +23,9 @@ ENVIRONMENTS = {
     "parallel_search": "rllib_mhgpo.envs.parallel_search:ParallelSearchEnv",
     "transcript": "rllib_mhgpo.envs.transcript:TranscriptEnv",
     "search_o1": "rllib_mhgpo.envs.search_o1:SearchO1Env",
+    "solver_verifier": "rllib_mhgpo.envs.solver_verifier:SolverVerifierEnv",
+    "text_game": "rllib_mhgpo.envs.text_game:TextGame",
+    "text_gym": "rllib_mhgpo.envs.text_gym:TextGym",
 }
 
 
@@ -59,7 +63,7 @@ def import_named(key: str, name: str, table: Mapping[str, Any]) -> Any:
 
 def create_environment(path: str, config: Mapping[str, Any]) -> Any:
     """Builds the environment that ``module:name`` names with ``config`` as its keyword arguments."""
-    return build(load(path), {}, config)
+    return make_environment(path, {}, config)
 
 
 def make_environment(env: Any, offered: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
@@ -72,10 +76,12 @@ def make_environment(env: Any, offered: Mapping[str, Any], config: Mapping[str, 
     Raises:
         ConfigError: no such environment, or a key that it does not take.
     """
+    if isinstance(env, str) and (env in ENVIRONMENTS or ":" in env):
+        env = import_environment(ENVIRONMENTS.get(env, env))
+    if isinstance(env, type) and is_gymnasium(env):
+        return build(load(ENVIRONMENTS["text_gym"]), offered, {"env": env, "config": dict(config)})
     if isinstance(env, type):
         return build(env, offered, config)
-    if env in ENVIRONMENTS or ":" in env:
-        return build(import_environment(ENVIRONMENTS.get(env, env)), offered, config)
     from ray.tune.registry import ENV_CREATOR, _global_registry
 
     return _global_registry.get(ENV_CREATOR, env)({**offered, **config})
@@ -112,8 +118,17 @@ def import_environment(path: str) -> type:
             f"env: {path!r} cannot be imported: {error}. Give module:Class on the Python path."
         ) from error
     if not isinstance(found, type):
-        raise ConfigError(f"env: expected a class, found {path!r}, a {type(found).__name__}.")
+        raise ConfigError(
+            f"env: expected a class, found {path!r}, a {type(found).__name__}. A PettingZoo game goes through "
+            "`env: text_game` with `env_config: {game: " + path.removesuffix(":env") + "}`."
+        )
     return found
+
+
+def is_gymnasium(cls: type) -> bool:
+    """True for an environment of Gymnasium, which is played by one agent as text."""
+    gymnasium = sys.modules.get("gymnasium")  # whoever has defined such a class has imported it
+    return gymnasium is not None and issubclass(cls, gymnasium.Env)
 
 
 def build(cls: type, offered: Mapping[str, Any], config: Mapping[str, Any]) -> Any:

@@ -20,7 +20,8 @@ NAN = float("nan")
 SCORES = ("f1", "em", "acc", "avg")
 NO_DEV = {**dict.fromkeys(SCORES, NAN), "iteration": 0, "questions": 0}
 PER_TOKEN = ("entropy", "kl", "clip_fraction", "ratio_mean")
-PHASES = ("sample", "generate", "step", "retrieve", "credit", "update", "sync", "record", "evaluate", "total")
+IN_SAMPLING = ("sample", "generate", "step", "retrieve", "encode", "search")
+PHASES = (*IN_SAMPLING, "credit", "update", "sync", "record", "evaluate", "total")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from rllib_mhgpo import __version__
-from rllib_mhgpo.cli import evaluate, example, plan, report, train, trees, watch
+from rllib_mhgpo.cli import ask, env, evaluate, example, index, plan, report, score, train, trees, watch
 from rllib_mhgpo.errors import MHGPOError
 
 
@@ -38,7 +38,11 @@ app = typer.Typer(
     epilog="[bold]Start with[/bold]  rllib train file tuned_examples/mhgpo_hotpot.yaml",
 )
 app.add_typer(train.app, name="train")
+app.add_typer(index.app, name="index")
 app.add_typer(example.app, name="example")
+app.add_typer(env.app, name="env")
+app.command("ask", epilog=ask.EXAMPLES)(ask.ask)
+app.command("score")(score.score)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("trees", epilog=trees.EXAMPLES)(trees.trees)

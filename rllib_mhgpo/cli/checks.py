@@ -12,6 +12,8 @@ from typing import Any
 
 from rllib_mhgpo.algorithms.registration import register, resolve_algorithm
 from rllib_mhgpo.cli.experiments import Experiment
+from rllib_mhgpo.cli.search_spaces import searched
+from rllib_mhgpo.cli.tuners import check_search
 from rllib_mhgpo.errors import ConfigError, MHGPOError, did_you_mean
 
 MOST_VARIANTS = 100  # a sweep's combinations beyond these are checked when their turn comes
@@ -27,6 +29,7 @@ def check(name: str, experiment: Experiment) -> type:
     run = experiment["run"]
     algorithm = run if isinstance(run, type) else resolve_algorithm(run)
     refuse_hidden_grids(experiment["config"], f"{name}: config")
+    check_search(experiment, name)
     try:
         for config in variants(experiment["config"]):
             check_config(algorithm, config)
@@ -36,10 +39,10 @@ def check(name: str, experiment: Experiment) -> type:
 
 
 def variants(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the config of each combination of ``grid_search`` values, at whatever depth they stand."""
+    """Yields the config of each combination of ``grid_search`` values, at any depth; other spaces are drawn from."""
     from ray.tune.search.variant_generator import generate_variants
 
-    for _, spec in islice(generate_variants({"config": dict(config)}), MOST_VARIANTS):
+    for _, spec in islice(generate_variants({"config": searched(dict(config))}), MOST_VARIANTS):
         yield spec["config"]
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
 from rllib_mhgpo.cli.experiments import change, load_experiments
 from rllib_mhgpo.errors import ConfigError, DataError
@@ -22,12 +24,15 @@ EXAMPLES = """
 
   rllib evaluate CHECKPOINT --questions dev.jsonl --limit 20 --out predictions.jsonl
 
+  rllib evaluate CHECKPOINT --questions 2wiki.json --corpus own --questions musique.jsonl --corpus wiki-index
+
   rllib evaluate CHECKPOINT --roles rewriter=identity --roles reranker=base --roles perfect
 
   rllib evaluate tuned_examples/mhgpo_hotpot.yaml
 """
 SCORES = {"acc": "Acc", "em": "EM", "f1": "F1", "avg": "AVG"}
 WHOLE = "as it is"
+DEV = "the run's dev questions"
 
 Record = dict[str, Any]
 
@@ -41,7 +46,17 @@ def evaluate(
         ),
     ],
     questions: Annotated[
-        str | None, typer.Option(help="A question file or minipedia:test; by default the dev questions of the run.")
+        list[str] | None,
+        typer.Option(
+            help="A question file or minipedia:test; by default the dev questions of the run. Repeatable: one table."
+        ),
+    ] = None,
+    corpus: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE|DIR",
+            help="Passages or an index to search, one for all questions or one for each; own: the questions' passages.",
+        ),
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first so many.", min=1)] = None,
     roles: Annotated[
@@ -65,9 +80,8 @@ def evaluate(
         raise DataError(f"{out}: no such folder {out.absolute().parent}.")
     if out is not None and out.is_dir():
         raise DataError(f"{out}: expected a file to write, found a folder.")
-    if questions is not None and not questions.strip():
-        raise DataError("--questions: expected a question file or minipedia:SPLIT, found nothing.")
-    env_config: dict[str, Any] = {} if questions is None else {"questions": questions, "dev_questions": None}
+    sets = question_sets(questions or [], corpus or [])
+    env_config: dict[str, Any] = {}
     for assignment in set_ or []:
         place: dict[str, Any] = {"config": env_config}
         change(place, assignment)
@@ -78,21 +92,72 @@ def evaluate(
     prepare(verbose)
     from rllib_mhgpo.cli.roles import recast
 
-    opened = open_any(system.expanduser(), env_config)
-    rows = {WHOLE: opened, **{spec: recast(opened, spec) for spec in roles or []}}
-    split, temperature = "dev" if questions is None else "train", opened.config.temperature if sampled else 0.0
-    whole: list[Record] = []
     lines: list[Record] = []
-    for label, cast in rows.items():
-        records = answer(cast, split, limit, temperature)
-        if all("void" in record for record in records):
-            raise DataError(f"every rollout was voided; the first: {records[0]['void']}")
-        title = f"{label}: " if roles else ""
-        typer.echo(title + format_scores(records, whole))
-        whole = whole or records
-        lines += [{"roles": label, **record} for record in records] if roles else records
+    shown: dict[str, list[Record]] = {}
+    first: System | None = None
+    for name, changes in sets.items():
+        changes |= env_config
+        first = first or open_any(system.expanduser(), changes)
+        opened = first.on(changes)
+        rows = {WHOLE: opened, **{spec: recast(opened, spec) for spec in roles or []}}
+        split, temperature = "dev" if name == DEV else "train", opened.config.temperature if sampled else 0.0
+        whole: list[Record] = []
+        for label, cast in rows.items():
+            records = answer(cast, split, limit, temperature)
+            if all("void" in record for record in records):
+                raise DataError(f"every rollout was voided; the first: {records[0]['void']}")
+            titles = ([name] if len(sets) > 1 else []) + ([label] if roles else [])
+            typer.echo(": ".join([*titles, format_scores(records, whole)]))
+            whole = whole or records
+            shown[", ".join(titles)] = records
+            tags = ({"questions": name} if len(sets) > 1 else {}) | ({"roles": label} if roles else {})
+            lines += [{**tags, **record} for record in records]
+    if len(sets) > 1:
+        Console(width=None if Console().is_terminal else 160).print(score_table(shown))
     if out is not None:
         write_lines(out, lines)
+
+
+def question_sets(questions: Sequence[str], corpora: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Returns the changes of ``env_config`` for each set of questions, by a name for it.
+
+    Raises:
+        ConfigError: no question file where one must be, one given twice, or neither one corpus nor one for each.
+    """
+    if any(not name.strip() for name in questions):
+        raise ConfigError("--questions: expected a question file or minipedia:SPLIT, found nothing.")
+    if len(set(questions)) < len(questions):
+        raise ConfigError("--questions: the same questions twice; name each once.")
+    if len(corpora) > 1 and len(corpora) != len(questions):
+        raise ConfigError(
+            f"--corpus: expected one, or one for each of {len(questions)} --questions, found {len(corpora)}."
+        )
+    changes = [_searched(corpus) for corpus in corpora] or [{}]
+    if not questions:
+        return {DEV: changes[0]}
+    changes = changes if len(changes) > 1 else changes * len(questions)
+    return {
+        name: {"questions": name, "dev_questions": None, **change}
+        for name, change in zip(questions, changes, strict=True)
+    }
+
+
+def _searched(corpus: str) -> dict[str, Any]:
+    if Path(corpus).expanduser().is_dir():
+        return {"corpus": None, "retriever": str(Path(corpus).expanduser())}
+    return {"corpus": corpus}
+
+
+def score_table(rows: Mapping[str, Sequence[Record]]) -> Table:
+    """Returns one table of several sets' scores with their standard errors, in percent."""
+    from rllib_mhgpo.algorithms.evaluation import mean_and_error
+
+    table = Table("questions", *SCORES.values(), "n")
+    for name, records in rows.items():
+        scores = mean_and_error(records)
+        cells = [_percent(*scores[key]) if key in scores else "" for key in SCORES]
+        table.add_row(Text(name), *cells, str(len(records)))
+    return table
 
 
 def open_any(source: Path, env_config: Mapping[str, Any]) -> "System":
@@ -124,7 +189,7 @@ def untrained(file: Path, env_config: Mapping[str, Any]) -> "System":
     if not isinstance(config, LLMConfig):
         raise ConfigError(f"{file}: run: expected an algorithm of this package, found {experiment['run']!r}.")
     config.update_from_dict({**settings, "env_config": {**settings.get("env_config", {}), **env_config}})
-    return assemble(config, config.llm)
+    return assemble(config, config.llm, settings.get("env_config", {}))
 
 
 def answer(system: "System", split: str, limit: int | None, temperature: float = 0.0) -> list[Record]:

@@ -27,6 +27,11 @@ KEYS = (
     "checkpoint_config",
     "time_budget_s",
     "max_failures",
+    "max_concurrent_trials",
+    "metric",
+    "mode",
+    "scheduler",
+    "search_alg",
     "resources_per_trial",
     "restore",
     "storage_path",
@@ -104,9 +109,27 @@ def normalise(spec: Any, source: str) -> Experiment:
         # any column of a result may stop a run; a slip in these would let it run for ever
         if key not in STOPS and get_close_matches(key, STOPS, n=1, cutoff=0.85):
             raise ConfigError(f"{source}: stop: no column {key!r}.{did_you_mean(key, STOPS)}")
+    for key in ("scheduler", "search_alg"):
+        if key in made:
+            made[key] = named(made[key], f"{source}: {key}")
+    if made.get("mode", "max") not in ("max", "min"):
+        raise ConfigError(f"{source}: mode: expected max or min, found {made['mode']!r}.")
     _whole(made.setdefault("num_samples", 1), 1, f"{source}: num_samples")
+    _whole(made.get("max_concurrent_trials", 1), 1, f"{source}: max_concurrent_trials")
     for key, least in (("checkpoint_frequency", 0), ("num_to_keep", 1)):
         _whole(made["checkpoint_config"].get(key, least), least, f"{source}: checkpoint_config: {key}")
+    return made
+
+
+def named(value: Any, source: str) -> dict[str, Any]:
+    """Returns ``{"name": ..., and arguments}`` of a name alone or of such a mapping.
+
+    >>> named("asha", "scheduler")
+    {'name': 'asha'}
+    """
+    made = {"name": value} if isinstance(value, str) else dict(_mapping(value, source))
+    if not isinstance(made.get("name"), str):
+        raise ConfigError(f"{source}: expected a name, or keys with a name among them, found {value!r}.")
     return made
 
 

@@ -1,16 +1,16 @@
 """Runs checked experiments through Ray Tune, one after the other, and says how each ended.
 
 Tune does the work: trials, searches, schedulers, checkpoints, progress.csv, TensorBoard, resuming. Added here are
-silence, paths that stay relative to where one stands, and refusals of what Tune would wait for in vain.
+silence, paths that stay relative to where one stands, search spaces by name, a table of the best trials, and refusals
+of what Tune would wait for in vain.
 """
 
-import inspect
 import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,14 @@ from rich.console import Console
 
 from rllib_mhgpo.algorithms.registration import register
 from rllib_mhgpo.cli.checks import variants
-from rllib_mhgpo.cli.experiments import Experiment, refuse_unknown
-from rllib_mhgpo.errors import ConfigError, did_you_mean
+from rllib_mhgpo.cli.experiments import Experiment
+from rllib_mhgpo.cli.loggers import make_loggers
+from rllib_mhgpo.cli.search_spaces import places, searched
+from rllib_mhgpo.cli.tuners import make_scheduler, make_search_alg, metric_of, table_of_best
+from rllib_mhgpo.errors import ConfigError
 
 OWN_CHECKPOINTS = {"checkpoint_frequency": 1, "num_to_keep": 2, "checkpoint_at_end": True}
-PASSED_ON = ("num_samples", "time_budget_s", "max_failures", "resources_per_trial", "restore")
+PASSED_ON = ("num_samples", "time_budget_s", "max_failures", "max_concurrent_trials", "resources_per_trial", "restore")
 
 
 @dataclass(frozen=True)
@@ -33,16 +36,14 @@ class RunOptions:
     Attributes:
         storage_path: where results go when the experiment does not say; Ray's default is ``~/ray_results``.
         resume: continue experiments that were started before.
-        scheduler: name of a Tune scheduler.
-        scheduler_config: its arguments.
+        loggers: where results go beside CSV, JSON and TensorBoard; see :mod:`rllib_mhgpo.cli.loggers`.
         ray_address: a running cluster; a local one is started otherwise, with ``num_cpus`` and ``num_gpus``.
         verbosity: 0: progress only; 1: Tune's and the workers' output; 2: everything.
     """
 
     storage_path: str | None = None
     resume: bool = False
-    scheduler: str | None = None
-    scheduler_config: Mapping[str, Any] = field(default_factory=dict)
+    loggers: tuple[str, ...] = ()
     ray_address: str | None = None
     num_cpus: int | None = None
     num_gpus: int | None = None
@@ -53,6 +54,7 @@ def prepare(verbosity: int) -> None:
     """Sets what Ray and the model libraries read from the process before they are imported."""
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths mean what they meant on the command line
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # interrupts are handled here
+    os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "5")  # what a kill may cost of a sweep's state
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")
     if verbosity:
         return
@@ -76,9 +78,8 @@ def launch(
         algorithms: the class of each.
 
     Raises:
-        ConfigError: an unknown scheduler, or nothing to resume.
+        ConfigError: nothing to resume.
     """
-    make_scheduler(options.scheduler, options.scheduler_config)  # before anything is started
     if options.resume:
         require_earlier_run(experiments, options)
     from rllib_mhgpo.cli.interrupts import EXIT_CODE as INTERRUPTED
@@ -120,12 +121,13 @@ def local_ray(verbosity: int, address: str | None = None, **resources: int | Non
 def _run(name: str, experiment: Experiment, algorithm: type, options: RunOptions, console: Console) -> int:
     from rllib_mhgpo.cli.failures import report_failures
     from rllib_mhgpo.cli.interrupts import EXIT_CODE, interruptible, report_interrupt
-    from rllib_mhgpo.cli.progress import Progress
+    from rllib_mhgpo.cli.progress import PLAIN, Progress
 
     register()
     if not options.ray_address:
         require_resources(experiment, algorithm)
-    progress = Progress(console, experiment["stop"])
+    grids, domains = places(searched(experiment["config"]))
+    progress = Progress(console, experiment["stop"], [*grids, *domains])
     with progress, interruptible(progress) as interrupted:
         trials = _tune(name, experiment, algorithm, options, progress)
     if interrupted.is_set():
@@ -133,6 +135,9 @@ def _run(name: str, experiment: Experiment, algorithm: type, options: RunOptions
         return EXIT_CODE
     failures = [trial for trial in trials if trial.status == "ERROR"]
     progress.report(name, trials, without=failures)
+    if len(trials) > 1:
+        for line in table_of_best(trials, progress.names, **metric_of(experiment)):
+            console.print(line, **PLAIN)
     report_failures(failures, options.verbosity)
     return 1 if failures else 0
 
@@ -149,10 +154,12 @@ def _tune(name: str, experiment: Experiment, algorithm: type, options: RunOption
             stop=experiment["stop"],
             storage_path=storage_of(experiment, options),
             checkpoint_config=tune.CheckpointConfig(**checkpoints_of(experiment, algorithm)),
-            scheduler=make_scheduler(options.scheduler, options.scheduler_config),
+            scheduler=make_scheduler(experiment.get("scheduler")),
+            search_alg=make_search_alg(experiment.get("search_alg")),
+            **(metric_of(experiment) if is_search(experiment) else {}),
             resume="AUTO+ERRORED" if options.resume else None,
             verbose=options.verbosity,
-            callbacks=[progress],
+            callbacks=[progress, *make_loggers(options.loggers, name)],
             raise_on_failed_trial=False,
             **{key: experiment[key] for key in PASSED_ON if key in experiment},
         )
@@ -177,7 +184,7 @@ def checkpoints_of(experiment: Experiment, algorithm: type) -> dict[str, Any]:
 
 def config_for(algorithm: type, experiment: Experiment) -> dict[str, Any]:
     """Returns the config as Tune gets it: RLlib's algorithms do not know ``module:Class`` and get the class itself."""
-    config = dict(experiment["config"])
+    config: dict[str, Any] = searched(experiment["config"])
     env = config.get("env")
     if isinstance(env, str) and ":" in env and not is_own(algorithm):
         module, _, name = env.partition(":")
@@ -185,40 +192,14 @@ def config_for(algorithm: type, experiment: Experiment) -> dict[str, Any]:
     return config
 
 
+def is_search(experiment: Experiment) -> bool:
+    """True where a scheduler or a search algorithm compares trials."""
+    return bool(experiment.get("scheduler") or experiment.get("search_alg"))
+
+
 def is_own(algorithm: type) -> bool:
     """True for the algorithms of this package."""
     return algorithm.__module__.startswith("rllib_mhgpo.")
-
-
-def make_scheduler(name: str | None, settings: Mapping[str, Any]) -> Any:
-    """Returns a new Tune scheduler of this name, None for none.
-
-    Raises:
-        ConfigError: an unknown scheduler, an argument it does not take, or one that it needs.
-    """
-    if name is None:
-        if settings:
-            raise ConfigError("--scheduler-config needs --scheduler.")
-        return None
-    from ray.tune.schedulers import SCHEDULER_IMPORT, create_scheduler
-
-    if name.lower() not in SCHEDULER_IMPORT:
-        known = sorted(SCHEDULER_IMPORT)
-        raise ConfigError(
-            f"--scheduler: none is called {name!r}; there are {', '.join(known)}.{did_you_mean(name, known)}"
-        )
-    parameters = inspect.signature(SCHEDULER_IMPORT[name.lower()]).parameters
-    refuse_unknown(settings, parameters, "--scheduler-config")
-    missing = [key for key in ("metric", "mode") if key in parameters and key not in settings]
-    if missing:
-        raise ConfigError(f"--scheduler {name} needs {missing} in --scheduler-config, such as " + SCHEDULER_EXAMPLE)
-    try:
-        return create_scheduler(name, **settings)
-    except Exception as error:
-        raise ConfigError(f"--scheduler-config: {name} refuses it: {error}") from error
-
-
-SCHEDULER_EXAMPLE = '\'{"metric": "dev/f1", "mode": "max"}\'.'
 
 
 def require_resources(experiment: Experiment, algorithm: Any) -> None:

@@ -5,7 +5,7 @@ Both, and the last line, are views of the same rows: one per trial, holding its 
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from rllib_mhgpo.alerts import new_alerts, numbers_by_path
+from rllib_mhgpo.cli.tuners import searched_values
 
 MOST_ROWS = 20
 GROWING = ("training_iteration", "time_total_s", "timesteps_total")
@@ -83,6 +84,9 @@ class Row:
         score = ""
         if "dev/f1" in self.latest:
             score = f"dev F1 {self._change('f1')} (EM {self._change('em')}), "
+        elif scores := [key.removeprefix("dev/") for key in self.latest if key.startswith("dev/")]:
+            changes = (f"{name} {self._change(name)}" for name in scores if name not in ("iteration", "questions"))
+            score = f"dev {', '.join(changes)}, "
         elif EPISODE_RETURN in self.latest:
             score = f"episode return {self.first[EPISODE_RETURN]:.1f} -> {self.latest[EPISODE_RETURN]:.1f}, "
         checkpoint = self.checkpoint or "none"
@@ -96,7 +100,9 @@ class Row:
 COLUMNS = (
     ("dev F1", "dev/f1", ".3f"),
     ("dev EM", "dev/em", ".3f"),
+    ("dev Acc", "dev/acc", ".3f"),
     ("train F1", "train/f1", ".3f"),
+    ("train Acc", "train/acc", ".3f"),
     ("reward", "reward", ".3f"),
     ("return", EPISODE_RETURN, ".1f"),
     ("steps", SAMPLED_STEPS, ".0f"),
@@ -105,10 +111,15 @@ COLUMNS = (
 
 
 class Progress(Callback):
-    """Follows the trials of one experiment and shows them."""
+    """Follows the trials of one experiment and shows them.
 
-    def __init__(self, console: Console, stop: Mapping[str, float]) -> None:
-        self.console, self.stop = console, stop
+    Args:
+        stop: the numbers at which a trial ends.
+        names: the places of the config that are searched.
+    """
+
+    def __init__(self, console: Console, stop: Mapping[str, float], names: Sequence[str] = ()) -> None:
+        self.console, self.stop, self.names = console, stop, names
         self.rows: dict[str, Row] = {}
         self.trials: list[Any] = []
         self.started = time.monotonic()
@@ -130,8 +141,15 @@ class Progress(Callback):
     def row(self, trial: Any) -> Row:
         """Returns the row of a trial."""
         if trial.trial_id not in self.rows:
-            self.rows[trial.trial_id] = Row(trial.experiment_tag or trial.trial_id, self.stop)
+            self.rows[trial.trial_id] = Row(self.label(trial), self.stop)
         return self.rows[trial.trial_id]
+
+    def label(self, trial: Any) -> str:
+        """Returns Tune's tag; a search algorithm's names every setting of a trial, of which the searched are kept."""
+        tag, given = trial.experiment_tag or trial.trial_id, trial.evaluated_params or {}
+        if len(given) <= len(self.names):
+            return str(tag)
+        return f"{str(tag).partition('_')[0]}: {searched_values(trial, self.names)}"
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Shows the trial from its start on."""

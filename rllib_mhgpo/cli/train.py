@@ -83,8 +83,14 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "checkpoint_freq": (Annotated[int | None, typer.Option(help="Iterations between checkpoints.", min=0)], None),
     "checkpoint_at_end": (Annotated[bool, typer.Option("--checkpoint-at-end", help="Save one at the end.")], False),
     "keep_checkpoints_num": (Annotated[int | None, typer.Option(help="How many checkpoints to keep.", min=1)], None),
-    "scheduler": (Annotated[str | None, typer.Option(help="Tune scheduler, such as async_hyperband or pbt.")], None),
+    "scheduler": (Annotated[str | None, typer.Option(help="Tune scheduler, such as asha or pbt.")], None),
     "scheduler_config": (Annotated[str | None, typer.Option(help="The scheduler's arguments, as JSON.")], None),
+    "search_alg": (Annotated[str | None, typer.Option(help="Tune search algorithm, such as optuna.")], None),
+    "search_alg_config": (Annotated[str | None, typer.Option(help="The search algorithm's arguments, as JSON.")], None),
+    "logger": (
+        Annotated[list[str] | None, typer.Option(help="Log to wandb, mlflow or aim too. Repeatable.")],
+        None,
+    ),
     "ray_address": (
         Annotated[str | None, typer.Option(help="A running Ray cluster; by default one starts here.")],
         None,
@@ -155,7 +161,8 @@ def start(experiments: dict[str, Experiment], chosen: Mapping[str, Any]) -> None
         experiments: by name.
         chosen: the options of the command, by parameter name.
     """
-    from rllib_mhgpo.cli.launch import RunOptions, launch, make_scheduler, prepare
+    from rllib_mhgpo.cli.launch import RunOptions, launch, prepare
+    from rllib_mhgpo.cli.loggers import check_loggers
 
     if chosen["experiment_name"]:
         if len(experiments) > 1:
@@ -167,17 +174,16 @@ def start(experiments: dict[str, Experiment], chosen: Mapping[str, Any]) -> None
     options = RunOptions(
         storage_path=chosen["storage_path"],
         resume=chosen["resume"],
-        scheduler=chosen["scheduler"],
-        scheduler_config=read_json(chosen["scheduler_config"], "--scheduler-config"),
+        loggers=tuple(chosen["logger"] or ()),
         ray_address=chosen["ray_address"],
         num_cpus=chosen["ray_num_cpus"],
         num_gpus=chosen["ray_num_gpus"],
         verbosity=chosen["verbose"],
     )
+    check_loggers(options.loggers)
     prepare(options.verbosity)
     from rllib_mhgpo.cli.checks import check, resolved
 
-    make_scheduler(options.scheduler, options.scheduler_config)
     algorithms = {name: check(name, experiment) for name, experiment in experiments.items()}
     if chosen["dry_run"]:
         shown = {name: resolved(algorithms[name], experiment) for name, experiment in experiments.items()}
@@ -199,6 +205,12 @@ def apply_options(experiment: Experiment, chosen: Mapping[str, Any]) -> Experime
         "num_to_keep": chosen["keep_checkpoints_num"],
     }
     made["checkpoint_config"] |= {key: value for key, value in given.items() if value is not None}
+    for key, option in (("scheduler", "--scheduler"), ("search_alg", "--search-alg")):
+        settings = read_json(chosen[f"{key}_config"], f"{option}-config")
+        if settings and not chosen[key]:
+            raise ConfigError(f"{option}-config needs {option}.")
+        if chosen[key]:
+            made[key] = {"name": chosen[key], **settings}
     for assignment in chosen["set_"] or []:
         change(made, assignment)
     return normalise(made, "command line")

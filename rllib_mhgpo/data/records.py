@@ -1,7 +1,7 @@
-"""Reads the records of a JSON array or a JSONL file, each with its place.
+"""Reads the records of a JSON array or a JSONL file one by one, each with its place.
 
-Knows JSON, not questions. The one idea: the file is read record by record from its text, so that whatever is wrong is
-named with its record and line; which of the two forms it has is told by its content, never by its name.
+Knows JSON, not questions. The one idea: the file is read record by record in bounded memory, so that whatever is wrong
+is named with its record and line; which of the two forms it has is told by its content, never by its name.
 """
 
 import json
@@ -10,101 +10,164 @@ from json import JSONDecodeError, JSONDecoder
 from pathlib import Path
 from typing import Any
 
+from rllib_mhgpo.data.streams import CHUNK, MAX_RECORD, stream_lines, stream_text
 from rllib_mhgpo.errors import DataError
 
+#: The longest single JSON value that is spread over many lines, in characters: it is held whole.
+MAX_WHOLE = 1 << 29
 _decoder = JSONDecoder()
+_SPACE = " \n\r\t"
+_LONGEST_NUMBER = 32  # characters; nearer to the edge of what was read, a number may go on
 
 
-def read_text(path: Path) -> str:
-    """The file's text, without a byte order mark.
-
-    Raises:
-        DataError: when the file is missing, a folder, unreadable, not UTF-8 or empty.
-    """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}. Give the path of an existing file.") from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: expected UTF-8 text, found byte 0x{error.object[error.start]:02x} at offset {error.start}."
-            " Save the file as UTF-8."
-        ) from error
-    if not text.strip():
-        raise DataError(f"{path}: the file is empty; expected a JSON array of records or one JSON record a line.")
-    return text
-
-
-def iterate_records(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+def iterate_records(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields ``(place, value)`` for every element of an array, or for every line that is not blank.
 
     ``place`` reads ``path: record 3 (line 17)``, counted from 1.
 
     Raises:
-        DataError: where the text is not JSON, or ends in the middle.
+        DataError: where the text cannot be read, is not JSON, is empty, or ends in the middle.
     """
-    return _array(path, text) if text.lstrip().startswith("[") else _lines(path, text)
+    text = _Text(stream_text(path))
+    text.skip()
+    if not text.ahead():
+        raise DataError(f"{path}: the file is empty; expected a JSON array of records or one JSON record a line.")
+    return _array(path, text) if text.ahead() == "[" else _lines(path)
 
 
-def _array(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    position = _skip(text, text.index("[") + 1)
-    number, line, counted = 0, 1, 0
-    mark = "," if text[position : position + 1] != "]" else "]"
+class _Text:
+    """A window on a text that is read piece by piece: what lies before ``position`` is forgotten at the next piece."""
+
+    def __init__(self, pieces: Iterator[str]) -> None:
+        self._pieces = pieces
+        self.position = 0
+        self._window, self._ended = "", False
+        self._lines, self._column = 0, 0  # of what was forgotten: whole lines, and characters since the last line end
+
+    def ahead(self) -> str:
+        """The next character, empty at the end."""
+        while self.position >= len(self._window) and self._more():
+            pass
+        return self._window[self.position : self.position + 1]
+
+    def skip(self, count: int = 0) -> None:
+        """Passes ``count`` characters and the white space behind them."""
+        self.position += count
+        while (mark := self.ahead()) and mark in _SPACE:
+            self.position += 1
+
+    def value(self) -> Any:
+        """Reads the JSON value that starts here.
+
+        Raises:
+            JSONDecodeError: where there is none, with a position to be given to :meth:`place`.
+        """
+        while True:
+            try:
+                value, end = _decoder.raw_decode(self._window, self.position)
+            except JSONDecodeError:
+                if self._ended or len(self._window) - self.position > MAX_RECORD:
+                    raise
+            else:
+                if self._ended or end + _LONGEST_NUMBER < len(self._window) or isinstance(value, dict | list | str):
+                    self.position = end
+                    return value
+            self._more()
+
+    def place(self, position: int | None = None) -> str:
+        """Line and character of a position of the window, by default the current one, counted from 1."""
+        position = self.position if position is None else position
+        newline = self._window.rfind("\n", 0, position)
+        character = position - newline if newline >= 0 else self._column + position + 1
+        return f"line {self.line(position)}, character {character}"
+
+    def line(self, position: int | None = None) -> int:
+        """The line of a position, by default the current one, counted from 1."""
+        return self._lines + self._window.count("\n", 0, self.position if position is None else position) + 1
+
+    def closed(self) -> bool:
+        """Reads on to the end; whether the text ends with the bracket that closes an array."""
+        last = ""
+        while True:
+            last = self._window.rstrip()[-1:] or last
+            self.position = len(self._window)
+            if not self._more():
+                return last == "]"
+
+    def _more(self) -> bool:
+        before = len(self._window) - self.position
+        pieces: list[str] = []
+        while not self._ended and sum(map(len, pieces)) < max(1, CHUNK // 4, before):  # doubled: no quadratic rereading
+            piece = next(self._pieces, None)
+            self._ended = piece is None
+            pieces.append(piece or "")
+        gone = self._window[: self.position]
+        newline = gone.rfind("\n")
+        self._lines += gone.count("\n")
+        self._column = len(gone) - newline - 1 if newline >= 0 else self._column + len(gone)
+        self._window, self.position = self._window[self.position :] + "".join(pieces), 0
+        return any(pieces)
+
+
+def _array(path: Path, text: _Text) -> Iterator[tuple[str, Any]]:
+    text.skip(1)
+    number, mark = 0, "," if text.ahead() != "]" else "]"
     while mark == ",":
         number += 1
-        line, counted = line + text.count("\n", counted, position), position
+        place = f"{path}: record {number} (line {text.line()})"
         try:
-            value, position = _decoder.raw_decode(text, position)
+            value = text.value()
         except JSONDecodeError as error:
-            place = f"{path}: record {number} (line {line})"
-            raise _broken(
-                place, error.msg, _place(text, error.pos), cut_short=not text.rstrip().endswith("]")
-            ) from error
-        yield f"{path}: record {number} (line {line})", value
-        position = _skip(text, position)
-        mark = text[position : position + 1]
+            where = text.place(error.pos)
+            raise _broken(place, error.msg, where, cut_short=not text.closed()) from error
+        except (ValueError, RecursionError) as error:
+            raise _broken(place, str(error), text.place(), cut_short=False) from error
+        yield place, value
+        text.skip()
+        mark = text.ahead()
         if mark not in (",", "]") or not mark:
-            place = f"{path}: after record {number}"
-            raise _broken(place, "neither ',' nor ']'", _place(text, position), cut_short=not mark)
-        position = _skip(text, position + (mark == ","))
-    if text[position + 1 :].strip():
-        raise _broken(str(path), "text after the closing ']'", _place(text, position + 1), cut_short=False)
+            raise _broken(f"{path}: after record {number}", "neither ',' nor ']'", text.place(), cut_short=not mark)
+        if mark == ",":
+            text.skip(1)
+    text.skip(1)
+    if text.ahead():
+        raise _broken(str(path), "text after the closing ']'", text.place(), cut_short=False)
 
 
-def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    lines = text.rstrip().split("\n")  # not splitlines(): U+2028 and its kin may stand inside a JSON string
-    filled = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+    filled = ((number, line) for number, line in stream_lines(path) if line.strip())
     for record, (number, line) in enumerate(filled, start=1):
         place = f"{path}: record {record} (line {number})"
         try:
             value = json.loads(line)
         except JSONDecodeError as error:
-            if record == 1 and len(filled) > 1:
-                yield str(path), _whole(place, text, error)
+            is_last = next(filled, None) is None
+            if record == 1 and not is_last:
+                yield str(path), _whole(path, place, error)
                 return
             at = f"line {number}, character {error.colno}"
-            raise _broken(place, error.msg, at, cut_short=number == len(lines) and record > 1) from error
+            raise _broken(place, error.msg, at, cut_short=is_last and record > 1) from error
+        except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+            raise _broken(place, str(error), f"line {number}", cut_short=False) from error
         yield place, value
 
 
-def _whole(place: str, text: str, first: JSONDecodeError) -> Any:
+def _whole(path: Path, place: str, first: JSONDecodeError) -> Any:
     """One JSON value spread over many lines; where the text is not that either, the first line is what is wrong."""
+    pieces: list[str] = []
+    for piece in stream_text(path):
+        pieces.append(piece)
+        if sum(map(len, pieces)) > MAX_WHOLE:
+            raise DataError(f"{path}: one JSON value of more than {MAX_WHOLE:,} characters. Write one record a line.")
+    text = "".join(pieces)
     try:
         return json.loads(text)
     except JSONDecodeError as error:
         cut_short = error.pos >= len(text.rstrip())
         error = error if cut_short else first
         raise _broken(place, error.msg, f"line {error.lineno}, character {error.colno}", cut_short) from error
-
-
-def _skip(text: str, position: int) -> int:
-    while text[position : position + 1] in (" ", "\n", "\r", "\t"):
-        position += 1
-    return position
-
-
-def _place(text: str, position: int) -> str:
-    return f"line {text.count(chr(10), 0, position) + 1}, character {position - text.rfind(chr(10), 0, position)}"
+    except (ValueError, RecursionError) as error:
+        raise _broken(place, str(error), "some place", cut_short=False) from error
 
 
 def _broken(place: str, found: str, where: str, cut_short: bool) -> DataError:

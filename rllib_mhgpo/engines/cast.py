@@ -41,10 +41,11 @@ class Written:
     Args:
         write: called as ``write(env, agent)``.
         name: of the policy, for messages.
+        tokenizer: the environment's own when None.
     """
 
-    def __init__(self, write: Callable[[Any, str], str], name: str) -> None:
-        self.write, self.name = write, name
+    def __init__(self, write: Callable[[Any, str], str], name: str, tokenizer: Any = None) -> None:
+        self.write, self.name, self.tokenizer = write, name, tokenizer
 
     def generate(self, prompts: Sequence[Prompt], temperature: float) -> list[list[Completion]]:
         """Writes each prompt's response as often as it has seeds; log-probabilities are 0."""
@@ -56,9 +57,12 @@ class Written:
     def _complete(self, prompt: Prompt) -> Completion:
         try:
             text = self.write(prompt.env, prompt.agent)
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(f"roles: {self.name!r} failed as agent {prompt.agent!r}: {error!r}.") from error
         if not isinstance(text, str):
             raise ConfigError(f"roles: {self.name!r} as agent {prompt.agent!r}: expected a text, found {text!r}.")
-        ids = np.array(prompt.env.tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        tokenizer = self.tokenizer or prompt.env.tokenizer
+        ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
         return Completion(ids, np.zeros(len(ids), np.float32), truncated=False)

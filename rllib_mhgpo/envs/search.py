@@ -7,23 +7,28 @@ arXiv:2506.02718: at most 4 queries share 10 passages, penalties of 0.5 and 1 fo
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Self
 
-from rllib_mhgpo.data import Corpus, Passage, Questions, load_corpus, load_questions
+from rllib_mhgpo.data import Corpus, Passage, Question, Questions, hops_found, load_corpus, load_questions
 from rllib_mhgpo.envs.minipedia import is_minipedia, minipedia, minipedia_corpus, parse_spec
 from rllib_mhgpo.envs.prompts import AGENTS, load_prompts
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
 from rllib_mhgpo.errors import ConfigError, RolloutError, did_you_mean
 from rllib_mhgpo.metrics import load_reward, score_answer
-from rllib_mhgpo.retrieval import Retriever, build_retriever
+from rllib_mhgpo.retrieval import BaseRetriever, build_retriever
+from rllib_mhgpo.retrieval.build import brings_passages
 
 Outcome = tuple[bool, dict[str, float]]
 """Whether an output was legal, and what is measured of it."""
 
 Told = tuple[str, Sequence[str], Sequence[Passage]]
 """Question, queries so far, passages."""
+
+OWN = "own"
+"""As corpus: the passages of the questions themselves."""
 
 PENALTIES = {"rewriter": -0.5, "reranker": -1.0, "answerer": -1.0, "searcher": -0.5, "reader": 0.0}
 """By kind of role, where its output is illegal."""
@@ -34,10 +39,12 @@ class SearchEnv(TokenEnv):
 
     Args:
         tokenizer: see :class:`TokenEnv`.
-        questions: ``minipedia:train`` or a HotpotQA file.
+        questions: ``minipedia:train``, a question file, or a mapping of ``file``, ``limit`` and ``shuffle`` (a seed).
         dev_questions: the same for evaluation; None has no dev split.
-        corpus: ``minipedia:train``, or a file of passages; by default the passages of the questions themselves.
-        retriever: ``tfidf``, the folder of a sentence encoder, or what :func:`build_retriever` takes.
+        corpus: ``minipedia:train``, a file of passages, or ``own``: the questions' passages; by default
+            those of the retriever's index, where it is one, else the questions' own.
+        retriever: ``tfidf``, ``bm25``, ``minilm``, the folder of a sentence encoder or of an index, or what
+            :func:`build_retriever` takes.
         prompts: a built-in set, or changes of one; see :func:`load_prompts`.
         reward: ``f1``, ``em``, ``acc`` or ``module:function`` of (answer, golds), such as a reward model.
         penalties: True for the defaults, False for none, or a value by role.
@@ -55,10 +62,10 @@ class SearchEnv(TokenEnv):
     def __init__(
         self,
         tokenizer: Any = "tiny",
-        questions: str | Questions = "minipedia:train",
-        dev_questions: str | Questions | None = "minipedia:dev",
+        questions: str | Mapping[str, Any] | Questions = "minipedia:train",
+        dev_questions: str | Mapping[str, Any] | Questions | None = "minipedia:dev",
         corpus: str | Corpus | None = None,
-        retriever: str | Mapping[str, Any] | Retriever = "tfidf",
+        retriever: str | Mapping[str, Any] | BaseRetriever = "tfidf",
         prompts: str | Mapping[str, Any] = "minipedia",
         reward: str = "f1",
         penalties: bool | Mapping[str, float] = True,
@@ -72,15 +79,17 @@ class SearchEnv(TokenEnv):
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise ConfigError(f"env_config.top_k: expected a whole number of at least 1, found {top_k!r}.")
         self.top_k = top_k
-        own_passages = corpus is None
+        brought = isinstance(retriever, BaseRetriever) or (corpus is None and brings_passages(retriever))
+        own_passages = corpus == OWN or (corpus is None and not brought)
         self.splits = {"train": _load_questions(questions, own_passages)}
         if dev_questions is not None:
             self.splits["dev"] = _load_questions(dev_questions, own_passages)
-        if not isinstance(retriever, Retriever):
-            retriever = build_retriever(_load_corpus(corpus, questions, self.splits), retriever)
+        if not isinstance(retriever, BaseRetriever):
+            searched = None if brought else _load_corpus(corpus, questions, self.splits)
+            retriever = build_retriever(searched, retriever)
         self.retriever = retriever
         super().__init__(list(self.kinds), tokenizer, max_prompt_tokens, max_response_tokens)
-        self.timings["retrieve_s"] = 0.0
+        self.timings |= dict.fromkeys(("retrieve_s", "encode_s", "search_s"), 0.0)
 
     @classmethod
     def check(cls, config: Mapping[str, Any]) -> None:
@@ -90,14 +99,14 @@ class SearchEnv(TokenEnv):
             ConfigError: a value of the wrong kind, an unknown name.
         """
         sources: dict[str, tuple[type, ...]] = {
-            "questions": (str, Questions),
-            "dev_questions": (str, Questions, NoneType),
+            "questions": (str, Mapping, Questions),
+            "dev_questions": (str, Mapping, Questions, NoneType),
             "corpus": (str, Corpus, NoneType),
         }
         for key, kinds in sources.items():
             _check_source(key, config.get(key, "minipedia:train"), kinds)
         retriever = config.get("retriever", "tfidf")
-        if not isinstance(retriever, str | Mapping | Retriever):
+        if not isinstance(retriever, str | Mapping | BaseRetriever):
             raise ConfigError(
                 f"env_config.retriever: expected a name, a folder or keys and values, found {retriever!r}."
             )
@@ -108,11 +117,24 @@ class SearchEnv(TokenEnv):
     @property
     def fingerprints(self) -> dict[str, str]:
         """Of the training questions and of the corpus; a run is not continued with others."""
-        return {"questions": self.splits["train"].fingerprint, "corpus": self.retriever.corpus.fingerprint}
+        corpus = getattr(self.retriever, "corpus", None)  # a server's is not known
+        own = {"questions": self.splits["train"].fingerprint}
+        return own if corpus is None else {**own, "corpus": corpus.fingerprint}
 
     def num_roots(self, split: str = "train") -> int:
         """Returns the number of questions; 0 where there is no such split."""
         return len(self.splits.get(split, ()))
+
+    def pose(self, question: str) -> str:
+        """Makes a split of one question without a gold, and returns the split's name.
+
+        Raises:
+            ConfigError: a blank question.
+        """
+        if not question.strip():
+            raise ConfigError(f"expected a question, found {question!r}.")
+        self.splits = {**self.splits, "posed": Questions([Question("posed", question, ("",))], "a question")}
+        return "posed"
 
     def start(self, index: int, split: str) -> None:
         """Takes question ``index`` of the split."""
@@ -122,7 +144,7 @@ class SearchEnv(TokenEnv):
         self.chosen: list[int] = []
         self.outputs: dict[str, str] = {}
         self.answer = ""
-        self.left_out = 0
+        self.left_out, self.cache_hits = 0, 0.0
 
     def next_agent(self) -> str | None:
         """Each agent once, in the order of :attr:`kinds`."""
@@ -176,7 +198,8 @@ class SearchEnv(TokenEnv):
     def _rewriter(self, agent: str, text: str) -> Outcome:
         """The search itself is in :meth:`prefetch`."""
         queries, legal = self.roles[agent].parse(text)
-        return legal, {"queries": float(len(queries)), **self._recall(range(len(self.passages)))}
+        recalled = self._recall(range(len(self.passages)))
+        return legal, {"queries": float(len(queries)), "cache_hits": self.cache_hits, **recalled}
 
     def _reranker(self, agent: str, text: str) -> Outcome:
         self.chosen, legal = self.roles[agent].parse(text, self.passages)
@@ -187,10 +210,9 @@ class SearchEnv(TokenEnv):
         return legal, {"answer_words": float(len(self.answer.split()))}
 
     def _recall(self, positions: Sequence[int]) -> dict[str, float]:
-        """Share of the supporting titles among the passages at these positions, nothing where none are known."""
-        wanted = {title for title, _ in self.question.supporting}
-        found = {self.passages[position].title for position in positions}
-        return {"recall": len(wanted & found) / len(wanted)} if wanted else {}
+        """Share of the supporting passages among those at these positions, nothing where none are known."""
+        found = hops_found(self.question, [self.passages[position] for position in positions])
+        return {"recall": sum(found) / len(found)} if found else {}
 
     def _earned(self) -> float:
         try:
@@ -212,10 +234,14 @@ class SearchEnv(TokenEnv):
         if not asked:
             return
         first = asked[0][0]
-        started = time.perf_counter()
+        known = [first.retriever.known(queries, first.top_k) for _, queries in asked]
+        before, started = replace(first.retriever.counts), time.perf_counter()
         found = iter(first.retriever.search([query for _, queries in asked for query in queries], first.top_k))
         first.timings["retrieve_s"] += time.perf_counter() - started
-        for env, queries in asked:
+        first.timings["encode_s"] += first.retriever.counts.encode_s - before.encode_s
+        first.timings["search_s"] += first.retriever.counts.search_s - before.search_s
+        for (env, queries), hits in zip(asked, known, strict=True):
+            env.cache_hits = hits / len(queries)
             env.take(queries, [next(found) for _ in queries])
 
     def asked(self, text: str) -> list[str]:
@@ -274,21 +300,40 @@ def load_penalties(penalties: bool | Mapping[str, float], kinds: Mapping[str, st
 def _check_source(key: str, value: Any, kinds: tuple[type, ...]) -> None:
     if not isinstance(value, kinds):
         raise ConfigError(f"env_config.{key}: expected minipedia:SPLIT or a file, found {value!r}.")
+    if isinstance(value, Mapping):
+        _check_part(key, value)
     if isinstance(value, str) and is_minipedia(value):
         parse_spec(value)
 
 
-def _load_questions(spec: str | Questions, require_context: bool) -> Questions:
-    if not isinstance(spec, str):
+def _check_part(key: str, value: Mapping[str, Any]) -> None:
+    known = ("file", "limit", "shuffle")
+    for name, part in value.items():
+        if name not in known:
+            raise ConfigError(
+                f"env_config.{key}: unknown key {name!r}; expected {', '.join(known)}.{did_you_mean(name, known)}"
+            )
+        if name != "file" and (isinstance(part, bool) or not isinstance(part, int) or part < (name == "limit")):
+            raise ConfigError(f"env_config.{key}.{name}: expected a whole number, found {part!r}.")
+    if not isinstance(value.get("file"), str) or is_minipedia(value["file"]):
+        raise ConfigError(f"env_config.{key}.file: expected a question file, found {value.get('file')!r}.")
+
+
+def _load_questions(spec: str | Mapping[str, Any] | Questions, require_context: bool) -> Questions:
+    if isinstance(spec, Questions):
         return spec
-    return minipedia(spec) if is_minipedia(spec) else load_questions(Path(spec).expanduser(), require_context)
+    named = {"file": spec} if isinstance(spec, str) else dict(spec)
+    name = named.pop("file")
+    if is_minipedia(name):
+        return minipedia(name)
+    return load_questions(Path(name).expanduser(), require_context, **named)
 
 
-def _load_corpus(spec: str | Corpus | None, questions: str | Questions, splits: Mapping[str, Questions]) -> Corpus:
+def _load_corpus(spec: str | Corpus | None, questions: Any, splits: Mapping[str, Questions]) -> Corpus:
     if isinstance(spec, Corpus):
         return spec
-    if spec is None and isinstance(questions, str) and is_minipedia(questions):
+    if spec in (None, OWN) and isinstance(questions, str) and is_minipedia(questions):
         spec = questions
-    if spec is None:
+    if spec in (None, OWN):
         return Corpus.from_questions([question for split in splits.values() for question in split])
     return minipedia_corpus(spec) if is_minipedia(spec) else load_corpus(Path(spec).expanduser())

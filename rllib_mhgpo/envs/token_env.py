@@ -15,6 +15,7 @@ import numpy as np
 from pettingzoo import AECEnv
 
 from rllib_mhgpo.errors import ConfigError, RolloutError
+from rllib_mhgpo.forks import copy_layers
 from rllib_mhgpo.llms import load_tokenizer
 from rllib_mhgpo.spaces import Tokens, TokenSequence
 
@@ -40,7 +41,7 @@ class TokenEnv(AECEnv):
 
     metadata: ClassVar[dict[str, Any]] = {"name": "token_env_v0", "render_modes": ["ansi"], "is_parallelizable": False}
     shared: ClassVar[tuple[str, ...]] = ("tokenizer", "timings", "_space", "metadata", "possible_agents")
-    max_turns: ClassVar[int] = 100
+    max_turns: int = 100
     stop: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
@@ -186,7 +187,7 @@ class TokenEnv(AECEnv):
                 raise error
 
     @classmethod
-    def step_batch(cls, envs: Sequence[Self], actions: Sequence[Any]) -> list[RolloutError | None]:
+    def step_batch(cls, envs: Sequence[Self], actions: Sequence[Any]) -> list[Exception | None]:
         """Steps many live environments at once, so that what they fetch from outside is fetched in one call.
 
         Returns:
@@ -249,17 +250,19 @@ class TokenEnv(AECEnv):
             raise ValueError(f"step: expected token ids of {agent!r} in {self._space}, found {action!r}.")
         return np.asarray(action, dtype=np.int32)
 
-    def _advance(self, text: str) -> RolloutError | None:
+    def _advance(self, text: str) -> Exception | None:
         agent = self.agent_selection
         self._cumulative_rewards[agent] = 0.0
         self._clear_rewards()
         self.infos = {other: {} for other in self.agents}
         try:
             self.act(agent, text)
-        except RolloutError as error:
+            following = self.next_agent()
+        except Exception as error:
             return error
+        if following is not None and following not in self.possible_agents:
+            return ValueError(f"next_agent: expected one of {self.possible_agents} or None, found {following!r}.")
         self._turns += 1
-        following = self.next_agent()
         if following is None:
             self.terminations = dict.fromkeys(self.agents, True)
         elif self._turns >= self.max_turns:
@@ -277,5 +280,6 @@ class TokenEnv(AECEnv):
             memo[id(self.__dict__[name])] = self.__dict__[name]
         fork = type(self).__new__(type(self))
         memo[id(self)] = fork
+        copy_layers(self.__dict__.values(), memo)
         fork.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
         return fork

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rllib_mhgpo.errors import ModelError, did_you_mean
 
-SHIPPED = ("tiny", "tiny_1")
+SHIPPED = ("tiny", "tiny_1", "mini")
 NAMES = (*SHIPPED, "smollm2")
 
 
@@ -17,7 +17,7 @@ def resolve_llm(name: str) -> str:
     """Returns the Hugging Face folder of a built-in name or a local path, or the hub id as it stands.
 
     Args:
-        name: ``tiny`` or ``tiny_1`` (shipped with the package, built with two seeds), ``smollm2``
+        name: ``tiny``, ``tiny_1`` (built with two seeds) or ``mini`` (for small games), which ship, ``smollm2``
             (SmolLM2-135M-Instruct, from the extra), an existing folder, or a hub id such as
             ``Qwen/Qwen2.5-0.5B-Instruct``.
 

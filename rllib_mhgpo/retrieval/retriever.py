@@ -1,39 +1,41 @@
-"""Answers queries with passages of a corpus.
+"""Answers queries with passages of a corpus whose vectors an index holds.
 
 Not a service and not a judge. The one idea: one call for all queries of a step; what is returned is a passage of the
 corpus that the index found, or nothing.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+import time
+from collections.abc import Iterator, Sequence
+from typing import Self
 
 import numpy as np
 from sklearn.preprocessing import normalize
 
 from rllib_mhgpo.data import Corpus, Passage
 from rllib_mhgpo.errors import RetrievalError
+from rllib_mhgpo.retrieval.base import CACHE_SIZE, BaseRetriever, passage_texts
 from rllib_mhgpo.retrieval.encoder import Encoder, Vectors
-from rllib_mhgpo.retrieval.index import Index, make_index
+from rllib_mhgpo.retrieval.index import Index, Rows, make_index
 
-CACHE_SIZE = 65_536
 _BLOCK = 8_192  # passages encoded at a time
 
 
-@dataclass
-class RetrievalCounts:
-    """What a retriever was asked since it was made: all queries, and those answered without a search."""
+class CorpusRetriever(BaseRetriever):
+    """A retriever that finds rows of a corpus; equal passages are told apart by their row."""
 
-    queries: int = 0
-    cache_hits: int = 0
+    def __init__(self, corpus: Corpus, cache_size: int = CACHE_SIZE) -> None:
+        super().__init__(cache_size)
+        self.corpus = corpus
+
+    def passages(self, found: Sequence[Sequence[int]]) -> list[list[Passage]]:
+        """The passages of these rows, each read once."""
+        rows = sorted({int(row) for hits in found for row in hits})
+        passages = dict(zip(rows, self.corpus.take(rows), strict=True))
+        return [[passages[int(row)] for row in hits] for hits in found]
 
 
-class Retriever:
-    """Searches ``corpus`` through ``index`` with queries encoded by ``encoder``.
-
-    Shared by everything that searches: a copy is the retriever itself. The ``cache_size`` queries used last are
-    remembered (0: none). ``counts`` tells what it was asked.
+class Retriever(CorpusRetriever):
+    """Searches ``corpus`` through ``index`` with queries encoded by ``encoder``; equal scores are ordered by row.
 
     Raises:
         RetrievalError: when index and corpus differ in number, or index and encoder in width.
@@ -57,67 +59,31 @@ class Retriever:
                 f"encoder {encoder.name!r} makes vectors of width {encoder.width}, {index_name} holds width"
                 f" {index.width}; expected equal widths. Use the encoder that the index was built with."
             )
-        self.corpus, self.encoder, self.index = corpus, encoder, index
-        self.counts = RetrievalCounts()
-        self._cache_size = cache_size
-        self._cache: OrderedDict[str, tuple[int, list[int]]] = OrderedDict()  # query -> (k searched, rows)
+        super().__init__(corpus, cache_size)
+        self.encoder, self.index = encoder, index
 
     @classmethod
     def build(cls, corpus: Corpus, encoder: Encoder, cache_size: int = CACHE_SIZE) -> Self:
         """Encodes and indexes the whole corpus."""
-        blocks = (_comparable(encoder, texts, encoder.encode_passages(texts)) for texts in _blocks(corpus))
+        blocks = (comparable(encoder, texts, encoder.encode_passages(texts)) for texts in _blocks(corpus))
         return cls(corpus, encoder, make_index(blocks, len(corpus), encoder.width), cache_size)
 
-    def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """For every query its at most k best passages, best first, distinct, equal ones by their id.
-
-        Fewer than k is normal: a small corpus, or (TF-IDF) few or no passages that share a word with the query.
-        The answer to a query does not depend on the others, and the answer for a smaller k is a prefix.
+    def find(self, queries: Sequence[str], k: int) -> list[Rows]:
+        """The rows found for each query.
 
         Raises:
-            RetrievalError: for k below 1, a blank query, or a query whose vector is not finite.
+            RetrievalError: for a query whose vector is not finite.
         """
-        if k < 1:
-            raise RetrievalError(f"k: expected a number of passages of at least 1, found {k}.")
-        for position, query in enumerate(queries):
-            if not query.strip():
-                raise RetrievalError(f"query {position} of {len(queries)}: expected words, found {query!r}. Drop it.")
-        self._remember(queries, k)
-        found = {query: self._cache[query][1][:k] for query in queries}
-        rows = sorted({row for hits in found.values() for row in hits})
-        passages = dict(zip(rows, self.corpus.take(rows), strict=True))
-        while len(self._cache) > self._cache_size:
-            self._cache.popitem(last=False)
-        return [[passages[row] for row in found[query]] for query in queries]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self
-
-    def _remember(self, queries: Sequence[str], k: int) -> None:
-        """Puts the rows of all queries into the cache, searching only for those not there."""
-        distinct = list(dict.fromkeys(queries))
-        new = [query for query in distinct if query not in self._cache or self._cache[query][0] < k]
-        if new:
-            vectors = _comparable(self.encoder, new, self.encoder.encode_queries(new))
-            for query, rows in zip(new, self.index.search(vectors, k, self.encoder.lexical), strict=True):
-                self._cache[query] = (k, rows.tolist())
-        for query in distinct:
-            self._cache.move_to_end(query)
-        self.counts.queries += len(queries)
-        self.counts.cache_hits += len(queries) - len(new)
+        started = time.perf_counter()
+        vectors = comparable(self.encoder, queries, self.encoder.encode_queries(queries))
+        encoded = time.perf_counter()
+        rows = self.index.search(vectors, k, self.encoder.lexical)
+        self.counts.encode_s += encoded - started
+        self.counts.search_s += time.perf_counter() - encoded
+        return rows
 
 
-def passage_texts(passages: Iterable[Passage]) -> list[str]:
-    """What an encoder reads of each passage: the title's line, then the text."""
-    return [f"{passage.title}\n{passage.text}" if passage.title else passage.text for passage in passages]
-
-
-def _blocks(corpus: Corpus) -> Iterator[list[str]]:
-    for begin in range(0, len(corpus), _BLOCK):
-        yield passage_texts(corpus[begin : begin + _BLOCK])
-
-
-def _comparable(encoder: Encoder, texts: Sequence[str], vectors: Vectors) -> Vectors:
+def comparable(encoder: Encoder, texts: Sequence[str], vectors: Vectors) -> Vectors:
     """Vectors that are finite, and of length 1 where the encoder asks for cosine.
 
     Raises:
@@ -132,3 +98,8 @@ def _comparable(encoder: Encoder, texts: Sequence[str], vectors: Vectors) -> Vec
             f" {text[:80]!r} (NaN, infinite or zero). Check the encoder's weights."
         )
     return normalize(vectors) if encoder.cosine else vectors
+
+
+def _blocks(corpus: Corpus) -> Iterator[list[str]]:
+    for begin in range(0, len(corpus), _BLOCK):
+        yield passage_texts(corpus[begin : begin + _BLOCK])

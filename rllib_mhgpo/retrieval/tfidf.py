@@ -16,9 +16,10 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 
 from rllib_mhgpo.errors import RetrievalError
 
+#: What a word is.
+WORDS: dict[str, Any] = {"token_pattern": r"(?u)\b\w+\b", "strip_accents": "unicode"}
 _OPTIONS: dict[str, Any] = {
-    "token_pattern": r"(?u)\b\w+\b",
-    "strip_accents": "unicode",
+    **WORDS,
     "sublinear_tf": True,
     "norm": None,  # the retriever normalises
     "dtype": np.float32,

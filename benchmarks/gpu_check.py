@@ -1,0 +1,95 @@
+"""The parts of ``gpu_check.sh`` that are Python: a run on one GPU, and a search with faiss on it."""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+LLAMA_1B: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def random_llama(folder: Path) -> Path:
+    """Writes a Llama of 1B parameters with random weights and the embedded world's tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from rllib_mhgpo.llms import load_tokenizer
+
+    tokenizer = load_tokenizer("tiny")
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**LLAMA_1B, vocab_size=128256, **ids)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def training(folder: Path, iterations: int = 3) -> dict[str, float]:
+    """Trains on one GPU that a learner (bfloat16, ZeRO-3) and a runner share; returns what was measured."""
+    import ray
+    import torch
+
+    from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
+
+    ray.init(include_dashboard=False, log_to_driver=False)
+    algorithm = MHGPOConfig().update_from_dict({
+        "llm": str(folder), "dtype": "bfloat16", "num_learners": 1, "num_gpus_per_learner": 0.6, "num_env_runners": 1,
+        "num_gpus_per_env_runner": 0.4, "deepspeed": {"zero_stage": 3}, "gradient_checkpointing": True,
+        "max_response_tokens": {"rewriter": 28, "reranker": 32, "answerer": 16}, "evaluation_interval": None, "seed": 0,
+    }).build_algo()  # fmt: skip
+    rows = [algorithm.train() for _ in range(iterations)]
+    peak = algorithm.on_learners(lambda _: torch.cuda.max_memory_allocated())[0]
+    algorithm.stop()
+    ray.shutdown()
+    names = {"iteration_s": "total_s", "sample_s": "sample_s", "update_s": "update_s", "sync_s": "sync_s"}
+    measured = {name: median(row["time"][column] for row in rows[1:]) for name, column in names.items()}
+    return {
+        **measured,
+        "tokens_per_s": rows[-1]["tokens_per_s"],
+        "sync_mb": rows[-1]["sync_mb"],
+        "learner_gb": peak / 1e9,
+    }
+
+
+def searching(count: int = 1_000_000, width: int = 384, batch: int = 512) -> dict[str, float]:
+    """Searches a flat index on the GPU; returns queries a second and whether it found what the CPU finds."""
+    import faiss
+
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((count, width), dtype=np.float32)
+    queries = rng.standard_normal((batch, width), dtype=np.float32)
+    flat = faiss.IndexFlatIP(width)
+    flat.add(vectors)
+    on_gpu = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, flat)
+    on_gpu.search(queries, 10)
+    started = time.perf_counter()
+    _, found = on_gpu.search(queries, 10)
+    seconds = time.perf_counter() - started
+    same = float((found[:8] == flat.search(queries[:8], 10)[1]).mean())
+    return {"queries_per_s": batch / seconds, "same_as_cpu": same}
+
+
+def main() -> None:
+    """Writes ``results.json``; a part that cannot run says why and the next goes on."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("gpu_check"))
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    for name, part in (("searching", searching), ("training", lambda: training(random_llama(out / "llama_1b")))):
+        try:
+            results[name] = part()
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+        print(name, results[name], flush=True)
+    (out / "results.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# What one GPU has to show, in at most eight minutes: bash benchmarks/gpu_check.sh [OUT]
+# bfloat16, ZeRO-3 and an env runner on one GPU with a randomly initialised Llama of 1.2 thousand million parameters: seconds
+# of an iteration and of a weight sync, peak memory. Then a search over a million vectors of 384 with faiss on the GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out="${1:-gpu_check}"
+mkdir -p "$out"
+nvidia-smi --query-gpu=name,memory.total --format=csv | tee "$out/gpu.csv"
+python benchmarks/gpu_check.py --out "$out" 2>&1 | tee "$out/log.txt"
