@@ -101,7 +101,7 @@ def test_an_alert_is_new_once_and_says_what_to_try() -> None:
 
 def test_the_command_prints_it_under_the_iteration() -> None:
     class Trial:
-        trial_id, experiment_tag = "x", "0"
+        trial_id, experiment_tag, evaluated_params = "x", "0", None
 
     console = Console(record=True, width=200)
     progress = Progress(console, {})

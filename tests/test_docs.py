@@ -70,15 +70,3 @@ def test_every_column_of_the_records_and_every_alert_is_documented() -> None:
     assert [rule.__name__.replace("_", " ") for rule in RULES] == re.findall(
         r"^\| ([a-z][^|]+) \|", alerts.lower(), re.M
     )
-
-
-def test_the_environment_of_the_page_plays() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "environments.md").read_text(), re.DOTALL)
-    scope: dict[str, Any] = {}
-    exec(block, scope)
-    env = scope["Relay"]()
-    env.reset(seed=0, options={"index": 0})
-    for _ in range(2):
-        word = env.encode_text("Kassel")
-        env.step(word)
-    assert env.rewards == {"speaker": 1.0, "echo": 1.0}
