@@ -137,6 +137,14 @@ def test_a_sentence_encoder_searches_and_is_saved(tmp_path: Path) -> None:
         open_retriever(tmp_path / "index")
 
 
+def test_odd_texts_are_encoded(tmp_path: Path) -> None:
+    retriever = build_retriever(
+        Corpus.from_passages([*PAGES, ("", ""), ("日本", "é\x00\x1b")]), str(save_bert(tmp_path / "m"))
+    )
+    for query in ("ada " * 2500, "日本語", "\x00\x1b[31m", "'\"; DROP"):
+        assert sorted(ids(retriever.search([query], 10**6))[0]) == list(range(6))
+
+
 def test_folders_that_are_no_sentence_encoders(tmp_path: Path) -> None:
     with pytest.raises(RetrievalError, match=r"found no config\.json"):
         build_retriever(Corpus.from_passages(PAGES), str(tmp_path))
