@@ -218,6 +218,15 @@ def test_without_ray_an_index_is_opened_here(folder: Path, monkeypatch: pytest.M
             build_retriever(None, {"encoder": str(folder), "actors": actors})
 
 
+def test_actors_are_not_started_for_another_corpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rllib_mhgpo.retrieval.build._ray_runs", lambda: True)
+    spec = {"encoder": str(folder), "actors": 2}
+    with pytest.raises(RetrievalError, match=r"holds 43 vectors, the corpus .* 1 passages"):
+        build_retriever(Corpus.from_passages([("A", "a")]), spec)
+    with pytest.raises(RetrievalError, match="another corpus"):
+        build_retriever(Corpus.from_passages([("A", "a")] * 43), spec)
+
+
 @pytest.fixture(scope="module")
 def pooled(folder: Path, ray_session: None) -> BaseRetriever:
     return build_retriever(None, {"encoder": str(folder), "actors": 2, "cache_size": 0})

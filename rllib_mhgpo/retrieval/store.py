@@ -119,10 +119,9 @@ def open_retriever(
     meta = read_meta(folder)
     check_files(folder, meta, CHECKED)
     corpus = corpus or load_corpus(folder / CORPUS)
-    _same_count(folder, meta, corpus)
+    check_corpus(folder, meta, corpus)
     try:
         if meta["index"] == BM25:
-            _same(folder, "corpus", meta["corpus_fingerprint"], corpus.fingerprint, corpus.source)
             _same(folder, "encoder", meta["encoder_fingerprint"], BM25Retriever.fingerprint, BM25)
             return BM25Retriever.open(folder / BM25, corpus, cache_size)
         index: Index = (
@@ -136,7 +135,6 @@ def open_retriever(
         raise RetrievalError(f"{folder}: the vectors cannot be read: {error}. Index anew.") from error
     encoder = encoder or _encoder(read_json(folder / ENCODER), device)
     retriever = Retriever(corpus, encoder, index, cache_size, f"the index {folder} ({meta['encoder']})")
-    _same(folder, "corpus", meta["corpus_fingerprint"], corpus.fingerprint, corpus.source)
     _same(folder, "encoder", meta["encoder_fingerprint"], encoder.fingerprint, encoder.name)
     return retriever
 
@@ -204,12 +202,18 @@ def _encoder(state: dict[str, Any], device: str | None) -> Encoder:
     return HFEncoder(**{**state, **({"device": device} if device else {})})
 
 
-def _same_count(folder: Path, meta: Mapping[str, Any], corpus: Corpus) -> None:
+def check_corpus(folder: Path, meta: Mapping[str, Any], corpus: Corpus) -> None:
+    """Compares number and content of the passages with those that were indexed.
+
+    Raises:
+        RetrievalError: naming what differs.
+    """
     if len(corpus) != meta["passages"]:
         raise RetrievalError(
             f"the index {folder} holds {meta['passages']} vectors, the corpus ({corpus.source}) {len(corpus)} passages;"
             " expected one vector a passage. Build the index from this corpus."
         )
+    _same(folder, "corpus", meta["corpus_fingerprint"], corpus.fingerprint, corpus.source)
 
 
 def _same(folder: Path, part: str, wanted: str, found: str, name: str) -> None:
