@@ -43,7 +43,13 @@ def save_encoder(folder: Path) -> Path:
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["[PAD]", "[UNK]", *WORDS])}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
-    config = BertConfig(len(WORDS) + 2, WIDTH, num_hidden_layers=1, num_attention_heads=6, intermediate_size=WIDTH)
+    config = BertConfig(
+        vocab_size=len(WORDS) + 2,
+        hidden_size=WIDTH,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        intermediate_size=WIDTH,
+    )
     BertModel(config).save_pretrained(folder)
     return folder
 

@@ -31,7 +31,7 @@ def experiment(toy_folder: Path, toy_questions_file: Path, tmp_path_factory: pyt
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("index") / "ix"
     pages = [(f"Page {i}", f"what is [red]{i}[/red] \x1b[31m") for i in range(12)]
-    save_retriever(build_retriever(Corpus.from_passages(pages)), place)  # type: ignore[arg-type]
+    save_retriever(build_retriever(Corpus.from_passages(pages)), place)
     return place
 
 

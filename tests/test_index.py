@@ -200,7 +200,7 @@ def test_another_encoder_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_brings_its_own_passages(tmp_path: Path) -> None:
-    save_retriever(build_retriever(Corpus.from_passages([("A", "a")]), "bm25"), tmp_path / "ix")  # type: ignore[arg-type]
+    save_retriever(build_retriever(Corpus.from_passages([("A", "a")]), "bm25"), tmp_path / "ix")
     assert brings_passages(str(tmp_path / "ix"))
     assert brings_passages({"encoder": str(tmp_path / "ix"), "cache_size": 3})
     assert brings_passages({"hybrid": [str(tmp_path / "ix"), {"encoder": str(tmp_path / "ix")}]})
@@ -281,7 +281,7 @@ def test_refused_fusions(tmp_path: Path) -> None:
     corpus = Corpus.from_passages([("", "red"), ("", "blue")])
     with pytest.raises(RetrievalError, match="at least two retrievers, found 1"):
         build_retriever(corpus, {"hybrid": ["bm25"]})
-    save_retriever(build_retriever(Corpus.from_passages([("", "green")])), tmp_path / "ix")  # type: ignore[arg-type]
+    save_retriever(build_retriever(Corpus.from_passages([("", "green")])), tmp_path / "ix")
     with pytest.raises(RetrievalError, match=r"holds 1 vectors, the corpus .* 2 passages"):
         build_retriever(corpus, {"hybrid": ["bm25", str(tmp_path / "ix")]})
     other = BM25Retriever.build(Corpus.from_passages([("", "red"), ("", "green")]))

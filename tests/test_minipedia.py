@@ -21,14 +21,14 @@ from rllib_mhgpo.envs.prompts import tagged
 from rllib_mhgpo.envs.search import SearchEnv
 from rllib_mhgpo.envs.transcript import information
 from rllib_mhgpo.errors import ConfigError
-from rllib_mhgpo.retrieval import Retriever, build_retriever
+from rllib_mhgpo.retrieval import BaseRetriever, build_retriever
 
 POLICY_FOLDERS = [Path(__file__).parents[1] / "rllib_mhgpo" / "llms" / name for name in ("tiny", "tiny_1")]
 BOTH = pytest.mark.parametrize("level", list(LEVELS))
 
 
 @cache
-def retriever(level: str = "standard") -> Retriever:
+def retriever(level: str = "standard") -> BaseRetriever:
     return build_retriever(corpus(level=level))
 
 

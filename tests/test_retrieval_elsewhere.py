@@ -29,7 +29,7 @@ QUERIES = [f"w{i} {WORDS[i % 8]}" for i in range(40)] + ["red", "untitled", "her
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("index") / "ix"
     pages = [(f"T{i}", f"w{i} {WORDS[i % 8]} {WORDS[i % 5]}") for i in range(40)] + ODD
-    save_retriever(build_retriever(Corpus.from_passages(pages)), place)  # type: ignore[arg-type]
+    save_retriever(build_retriever(Corpus.from_passages(pages)), place)
     return place
 
 
@@ -218,9 +218,23 @@ def test_without_ray_an_index_is_opened_here(folder: Path, monkeypatch: pytest.M
             build_retriever(None, {"encoder": str(folder), "actors": actors})
 
 
+def test_actors_are_not_started_for_another_corpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rllib_mhgpo.retrieval.build._ray_runs", lambda: True)
+    spec = {"encoder": str(folder), "actors": 2}
+    with pytest.raises(RetrievalError, match=r"holds 43 vectors, the corpus .* 1 passages"):
+        build_retriever(Corpus.from_passages([("A", "a")]), spec)
+    with pytest.raises(RetrievalError, match="another corpus"):
+        build_retriever(Corpus.from_passages([("A", "a")] * 43), spec)
+
+
 @pytest.fixture(scope="module")
 def pooled(folder: Path, ray_session: None) -> BaseRetriever:
     return build_retriever(None, {"encoder": str(folder), "actors": 2, "cache_size": 0})
+
+
+def test_actors_know_what_they_search(folder: Path, pooled: BaseRetriever) -> None:
+    assert pooled.corpus_fingerprint == open_retriever(folder).corpus_fingerprint != ""
+    assert build_retriever(None, "http://127.0.0.1:9/retrieve").corpus_fingerprint == ""
 
 
 def test_actors_give_the_same_passages(folder: Path, pooled: BaseRetriever, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +278,7 @@ def test_an_actor_that_does_not_answer_is_given_up(folder: Path, pooled: BaseRet
 
 
 def test_failures_of_the_index_reach_the_caller(folder: Path, pooled: BaseRetriever, tmp_path: Path) -> None:
-    save_retriever(build_retriever(Corpus.from_passages([("", "red")])), tmp_path / "ix")  # type: ignore[arg-type]
+    save_retriever(build_retriever(Corpus.from_passages([("", "red")])), tmp_path / "ix")
     (tmp_path / "ix" / "index.faiss").write_bytes(b"x")
     broken = build_retriever(None, {"encoder": str(tmp_path / "ix"), "actors": 1})
     with pytest.raises(RetrievalError, match=r"index\.faiss: expected [\d,]+ bytes, found 1 bytes"):

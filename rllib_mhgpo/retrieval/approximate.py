@@ -156,7 +156,8 @@ def apply_setting(index: Any, setting: str) -> None:
     """
     try:
         if setting:
-            faiss.ParameterSpace().set_index_parameters(index, setting)
+            parameters: Any = faiss.ParameterSpace()
+            parameters.set_index_parameters(index, setting)
     except RuntimeError as error:
         raise RetrievalError(f"search {setting!r}: the index has no such setting. Try nprobe=16.") from error
 

@@ -40,8 +40,13 @@ class BaseRetriever(ABC):
         self._cache_size = cache_size
         self._cache: OrderedDict[str, tuple[int, Sequence[Any]]] = OrderedDict()  # query -> (k searched, found)
 
+    @property
+    def corpus_fingerprint(self) -> str:
+        """Of what is searched; empty where it cannot be known."""
+        return ""
+
     @abstractmethod
-    def find(self, queries: Sequence[str], k: int) -> Sequence[Sequence[Any]]:
+    def find(self, queries: Sequence[str], k: int) -> Sequence[Any]:
         """What is remembered for each of these distinct, filled queries: its at most k best, best first."""
 
     @abstractmethod

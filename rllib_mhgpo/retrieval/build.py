@@ -17,7 +17,7 @@ from rllib_mhgpo.retrieval.bm25 import BM25Retriever
 from rllib_mhgpo.retrieval.encoder import Encoder
 from rllib_mhgpo.retrieval.hybrid import HybridRetriever
 from rllib_mhgpo.retrieval.retriever import CorpusRetriever, Retriever
-from rllib_mhgpo.retrieval.store import is_index_folder, open_retriever
+from rllib_mhgpo.retrieval.store import check_corpus, is_index_folder, open_retriever, read_meta
 from rllib_mhgpo.retrieval.tfidf import TfidfEncoder
 
 Spec = str | Path | Mapping[str, Any]
@@ -123,7 +123,7 @@ def _from_folder(corpus: Corpus | None, folder: str, cache_size: int, options: d
     from rllib_mhgpo.retrieval.actors import ActorRetriever  # brings Ray, which nothing else here needs
 
     if corpus is not None:
-        open_retriever(folder, corpus, cache_size=0, **options)  # refuses the index of another corpus
+        check_corpus(Path(folder), read_meta(Path(folder)), corpus)
     waits = {} if timeout is None else {"timeout_s": timeout}
     return ActorRetriever(folder, actors, cache_size=cache_size, **waits, **options)
 

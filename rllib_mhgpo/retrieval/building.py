@@ -201,7 +201,7 @@ def _fill(folder: Path, corpus: Corpus, encoder: Encoder, encode: Encode, report
         filled.flush()
         done += len(block)
         report("encoding", done, len(corpus))
-    return vectors
+    return np.asarray(vectors)
 
 
 def _mapped(path: Path, kind: np.dtype[Any], shape: tuple[int, ...]) -> Any:

@@ -57,7 +57,8 @@ def _vector_bytes(index: Any) -> int:
     if isinstance(index, faiss.IndexIVF):
         return int(index.code_size) + 8
     if isinstance(index, faiss.IndexHNSW):
-        links = index.hnsw.nb_neighbors(0) + index.hnsw.nb_neighbors(1) / (index.hnsw.nb_neighbors(1) - 1)
+        graph: Any = index.hnsw
+        links = graph.nb_neighbors(0) + graph.nb_neighbors(1) / (graph.nb_neighbors(1) - 1)
         return int(faiss.downcast_index(index.storage).sa_code_size() + 4 * links + 12)
     return int(index.sa_code_size())
 

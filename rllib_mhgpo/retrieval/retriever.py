@@ -27,6 +27,11 @@ class CorpusRetriever(BaseRetriever):
         super().__init__(cache_size)
         self.corpus = corpus
 
+    @property
+    def corpus_fingerprint(self) -> str:
+        """The corpus's."""
+        return str(self.corpus.fingerprint)
+
     def passages(self, found: Sequence[Sequence[int]]) -> list[list[Passage]]:
         """The passages of these rows, each read once."""
         rows = sorted({int(row) for hits in found for row in hits})

@@ -17,7 +17,7 @@ from rllib_mhgpo import __version__
 from rllib_mhgpo.data import Corpus, load_corpus
 from rllib_mhgpo.errors import RetrievalError
 from rllib_mhgpo.retrieval.approximate import open_faiss
-from rllib_mhgpo.retrieval.base import CACHE_SIZE
+from rllib_mhgpo.retrieval.base import CACHE_SIZE, BaseRetriever
 from rllib_mhgpo.retrieval.bm25 import BM25Retriever
 from rllib_mhgpo.retrieval.encoder import Encoder
 from rllib_mhgpo.retrieval.index import FlatIndex, Index, SparseIndex
@@ -34,7 +34,7 @@ _FORMAT = "rllib-mhgpo index 2"
 CHECKED = 64 << 20
 
 
-def save_retriever(retriever: CorpusRetriever, folder: str | Path) -> None:
+def save_retriever(retriever: BaseRetriever, folder: str | Path) -> None:
     """Writes a folder that :func:`open_retriever` reads, whole or not at all.
 
     Raises:
@@ -44,23 +44,21 @@ def save_retriever(retriever: CorpusRetriever, folder: str | Path) -> None:
     part = folder.with_name(f"{folder.name}.part{os.getpid()}")
     if folder.exists():
         raise RetrievalError(f"{folder}: exists already; expected a new folder. Remove it or choose another name.")
+    if not isinstance(retriever, BM25Retriever | Retriever):
+        raise RetrievalError(f"{folder}: expected a retriever with an index, found {type(retriever).__name__}.")
     try:
         part.mkdir(parents=True)
         retriever.corpus.save(part / CORPUS)
         if isinstance(retriever, BM25Retriever):
             retriever.save(part / BM25)
             describe(part, retriever.corpus, retriever, BM25)
-        elif isinstance(retriever, Retriever):
+        else:
             retriever.index.save(part)
             write_json(part / ENCODER, retriever.encoder.state())
             describe(part, retriever.corpus, retriever.encoder, retriever.index.file)
-        else:
-            raise RetrievalError(f"{folder}: expected a retriever with an index, found {type(retriever).__name__}.")
         os.replace(part, folder)
     except (OSError, RuntimeError) as error:  # FAISS raises RuntimeError when a file cannot be written
         shutil.rmtree(part, ignore_errors=True)
-        if isinstance(error, RetrievalError):
-            raise
         raise RetrievalError(f"{folder}: the index cannot be written: {error}. Choose a place with room.") from error
 
 
@@ -121,10 +119,9 @@ def open_retriever(
     meta = read_meta(folder)
     check_files(folder, meta, CHECKED)
     corpus = corpus or load_corpus(folder / CORPUS)
-    _same_count(folder, meta, corpus)
+    check_corpus(folder, meta, corpus)
     try:
         if meta["index"] == BM25:
-            _same(folder, "corpus", meta["corpus_fingerprint"], corpus.fingerprint, corpus.source)
             _same(folder, "encoder", meta["encoder_fingerprint"], BM25Retriever.fingerprint, BM25)
             return BM25Retriever.open(folder / BM25, corpus, cache_size)
         index: Index = (
@@ -132,15 +129,12 @@ def open_retriever(
             if meta["index"] == FlatIndex.file
             else SparseIndex.open(folder)
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise RetrievalError(f"{folder}: the vectors cannot be read: {error}. Index anew.") from error
-    except RuntimeError as error:  # FAISS's own
-        if isinstance(error, RetrievalError):
-            raise
+    except RetrievalError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # FAISS raises RuntimeError
         raise RetrievalError(f"{folder}: the vectors cannot be read: {error}. Index anew.") from error
     encoder = encoder or _encoder(read_json(folder / ENCODER), device)
     retriever = Retriever(corpus, encoder, index, cache_size, f"the index {folder} ({meta['encoder']})")
-    _same(folder, "corpus", meta["corpus_fingerprint"], corpus.fingerprint, corpus.source)
     _same(folder, "encoder", meta["encoder_fingerprint"], encoder.fingerprint, encoder.name)
     return retriever
 
@@ -205,15 +199,21 @@ def _encoder(state: dict[str, Any], device: str | None) -> Encoder:
         return TfidfEncoder(**state)
     from rllib_mhgpo.retrieval.hf_encoder import HFEncoder  # brings torch, which nothing else here needs
 
-    return HFEncoder(**state, **({"device": device} if device else {}))
+    return HFEncoder(**{**state, **({"device": device} if device else {})})
 
 
-def _same_count(folder: Path, meta: Mapping[str, Any], corpus: Corpus) -> None:
+def check_corpus(folder: Path, meta: Mapping[str, Any], corpus: Corpus) -> None:
+    """Compares number and content of the passages with those that were indexed.
+
+    Raises:
+        RetrievalError: naming what differs.
+    """
     if len(corpus) != meta["passages"]:
         raise RetrievalError(
             f"the index {folder} holds {meta['passages']} vectors, the corpus ({corpus.source}) {len(corpus)} passages;"
             " expected one vector a passage. Build the index from this corpus."
         )
+    _same(folder, "corpus", meta["corpus_fingerprint"], corpus.fingerprint, corpus.source)
 
 
 def _same(folder: Path, part: str, wanted: str, found: str, name: str) -> None:
