@@ -17,6 +17,7 @@ from rllib_mhgpo.cli.search_spaces import SPACES, places, searched
 from rllib_mhgpo.cli.tuners import check_search, make_scheduler, make_search_alg
 from rllib_mhgpo.cli.yaml12 import format_yaml, parse_yaml
 from rllib_mhgpo.errors import ConfigError
+from tests.rig import equal, weights
 
 BOUNDS: dict[str, list[Any]] = {
     "choice": [3, 4], "uniform": [3, 4], "quniform": [3, 4, 0.5], "loguniform": [3, 4], "qloguniform": [3, 4, 0.5],
@@ -125,6 +126,18 @@ def test_trials_may_share_a_processor() -> None:
         assert request.required_resources == {"CPU": asked}
     runners = {"num_cpus_for_main_process": 0.5, "num_env_runners": 2, "num_cpus_per_env_runner": 0.25}
     assert MHGPO.default_resource_request(runners).required_resources == {"CPU": 1.0}
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_trial_that_takes_over_another_keeps_its_own_learning_rate(make: Any, tmp_path: Path) -> None:
+    """What population-based training does: the donor's weights, a new rate, from the first step on."""
+    donor, heir = make(lr=1e-2), make(lr=1e-4)
+    donor.train()
+    heir.load_checkpoint(donor.save_to_path(tmp_path / "checkpoint"))
+    learner = heir.learner_group._learner
+    rates = {group["lr"] for optimizer in learner._named_optimizers.values() for group in optimizer.param_groups}
+    assert rates == {1e-4}
+    assert equal(weights(donor), weights(heir))
 
 
 ENVIRONMENT = """

@@ -327,6 +327,11 @@ class LLMAlgorithm(Algorithm):
             self.run_seed, self._dev, self._dev_start = own["seed"], own["dev"], own["dev_start"]
             self._updates = own["updates"]
 
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
+        """Restores for Tune; the learning rate is this trial's, where population-based training loads another's."""
+        super().load_checkpoint(checkpoint_dir)
+        self.learner_group.foreach_learner(_apply_learning_rates)
+
     def get_metadata(self) -> dict[str, Any]:
         """Adds algorithm and configuration as JSON, so that the policy can be used without reading a pickle."""
         own = {"algorithm": type(self).__name__, "config": self.config.as_json()}
@@ -585,6 +590,13 @@ def _take_shards(shards: ray.ObjectRef, learner: Any) -> None:
 def _shard_of(learner: Any, refs: Sequence[ray.ObjectRef]) -> TrainBatch:
     shard: TrainBatch = ray.get(refs[learner._learner_index])
     return shard
+
+
+def _apply_learning_rates(learner: Any) -> None:
+    for optimizer, schedule in learner._optimizer_lr_schedules.items():
+        if schedule.use_schedule:  # goes by the steps done, which the checkpoint has
+            continue
+        learner._set_optimizer_lr(optimizer, schedule.get_current_value())
 
 
 def merged(columns: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
