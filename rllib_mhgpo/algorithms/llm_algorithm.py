@@ -328,8 +328,11 @@ class LLMAlgorithm(Algorithm):
             self._updates = own["updates"]
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Restores for Tune; the learning rate is this trial's, where population-based training loads another's."""
-        super().load_checkpoint(checkpoint_dir)
+        """Restores for Tune, the checkpoint before where this one is damaged.
+
+        The learning rate is this trial's, where population-based training loads another's checkpoint.
+        """
+        super().load_checkpoint(str(last_whole(Path(checkpoint_dir))))
         self.learner_group.foreach_learner(_apply_learning_rates)
 
     def get_metadata(self) -> dict[str, Any]:
@@ -374,10 +377,6 @@ class LLMAlgorithm(Algorithm):
                 self._on_learner(index, partial(_take_shards, shard))
         self._ahead = {}
         self._sync()
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Goes on from a checkpoint as Tune asks; from the one before where it is damaged."""
-        super().load_checkpoint(str(last_whole(Path(checkpoint_dir))))
 
     def _check_facts(self, path: Path) -> None:
         try:
