@@ -90,16 +90,36 @@ def evaluate(
     from rllib_mhgpo.cli.launch import prepare
 
     prepare(verbose)
+    shown, lines = answer_sets(system.expanduser(), sets, env_config, roles or [], limit, sampled)
+    if len(sets) > 1:
+        Console(width=None if Console().is_terminal else 160).print(score_table(shown))
+    if out is not None:
+        write_lines(out, lines)
+
+
+def answer_sets(
+    source: Path,
+    sets: Mapping[str, Mapping[str, Any]],
+    env_config: Mapping[str, Any],
+    roles: Sequence[str],
+    limit: int | None,
+    sampled: bool,
+) -> tuple[dict[str, list[Record]], list[Record]]:
+    """Plays every set with every cast and prints the scores of each; returns the records by title, and all with tags.
+
+    Raises:
+        DataError: every rollout of a set was voided.
+    """
     from rllib_mhgpo.cli.roles import recast
 
     lines: list[Record] = []
     shown: dict[str, list[Record]] = {}
     first: System | None = None
     for name, changes in sets.items():
-        changes |= env_config
-        first = first or open_any(system.expanduser(), changes)
+        changes = {**changes, **env_config}
+        first = first or open_any(source, changes)
         opened = first.on(changes)
-        rows = {WHOLE: opened, **{spec: recast(opened, spec) for spec in roles or []}}
+        rows = {WHOLE: opened, **{spec: recast(opened, spec) for spec in roles}}
         split, temperature = "dev" if name == DEV else "train", opened.config.temperature if sampled else 0.0
         whole: list[Record] = []
         for label, cast in rows.items():
@@ -112,10 +132,7 @@ def evaluate(
             shown[", ".join(titles)] = records
             tags = ({"questions": name} if len(sets) > 1 else {}) | ({"roles": label} if roles else {})
             lines += [{**tags, **record} for record in records]
-    if len(sets) > 1:
-        Console(width=None if Console().is_terminal else 160).print(score_table(shown))
-    if out is not None:
-        write_lines(out, lines)
+    return shown, lines
 
 
 def question_sets(questions: Sequence[str], corpora: Sequence[str]) -> dict[str, dict[str, Any]]:
