@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rllib_mhgpo.algorithms.checkpoints import POLICY
+from rllib_mhgpo.algorithms.checkpoints import MANIFEST, POLICY
 from rllib_mhgpo.algorithms.mhgpo import MHGPO, MHGPOConfig
 from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
 from rllib_mhgpo.tree import flatten
@@ -139,6 +139,7 @@ def test_the_policy_folder_is_a_plain_hugging_face_folder(make: Make, tmp_path: 
 def test_a_checkpoint_without_weights_is_refused(make: Make, tmp_path: Path) -> None:
     algorithm = make()
     path = Path(algorithm.save_to_path(tmp_path / "checkpoint"))
+    (path / MANIFEST).unlink()  # as in a checkpoint that a user has put together
     for file in (path / POLICY).glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="cannot be read"):

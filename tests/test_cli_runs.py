@@ -79,7 +79,9 @@ def test_a_sweep_trains_where_it_can_and_says_why_where_not(place: Place) -> Non
     run = place.start("sweep.yaml")
     out, err = run.communicate(timeout=240)
     assert (run.returncode, err) == (1, "error: question 7 has no answer\n"), out
-    first, second, end = out.splitlines()
+    first, second, end, heading, best, *_ = out.splitlines()
+    assert heading.split() == ["env_runners/episode_return_mean", "iterations", "trial", "checkpoint"]
+    assert best.split()[:4] == ["1", "10", "2", "env_config/broken=False"]
     assert first.startswith("[0_broken=False] iteration 1/2 | return 10.0 | steps ")
     assert second.startswith("[0_broken=False] iteration 2/2 | return 10.0 | steps ")
     assert end.startswith("sweep [0_broken=False]: episode return 10.0 -> 10.0, 2 iterations, ")
