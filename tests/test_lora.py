@@ -18,6 +18,7 @@ from rllib_mhgpo.errors import ConfigError
 from tests.rig import equal, row
 
 Make = Callable[..., MHGPO]
+pytestmark = pytest.mark.usefixtures("ray_session")
 AGENTS = ["rewriter", "reranker", "answerer"]
 
 
