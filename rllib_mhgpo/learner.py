@@ -22,7 +22,16 @@ from rllib_mhgpo.credit import along_trajectories
 from rllib_mhgpo.modules import LLMRLModule
 from rllib_mhgpo.modules.llm_module import response_logprobs
 from rllib_mhgpo.packing import micro_batches, rectangle, right_pad
-from rllib_mhgpo.sharding import Replica, ZeroShard, copy_weights, is_first, largest, leave_group, shard_frozen
+from rllib_mhgpo.sharding import (
+    Replica,
+    ZeroShard,
+    cast_parameters,
+    copy_weights,
+    is_first,
+    largest,
+    leave_group,
+    shard_frozen,
+)
 from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.train_batch import NOTHING, MicroBatch, TrainBatch
 
@@ -59,7 +68,7 @@ class LLMLearner(TorchLearner):
         if config.zero_stage == 3 and self.reference is not None:
             shard_frozen(self.reference, config.deepspeed, policy.dtype)
         elif config.zero_stage and self.reference is not None:
-            self.reference.to(policy.dtype)
+            cast_parameters(self.reference, policy.dtype)
 
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """AdamW without weight decay."""
@@ -119,9 +128,9 @@ class LLMLearner(TorchLearner):
                 for computed, found in ((rows, numbers), (beside, self.step_beside(batch, beside))):
                     for name, values in found.items() if epoch == 0 else ():
                         first_pass.setdefault(name, np.zeros(len(batch)))[computed] = values
+        trained = {"updated": self.has_gradient(batch), "measured": first_pass}
         self.after_gradient_based_update(timesteps=timesteps or {})
         self._refresh_reference()
-        trained = {"updated": self.has_gradient(batch), "measured": first_pass}
         return {
             "rows": trained,
             "grad_norms": norms,
@@ -151,7 +160,6 @@ class LLMLearner(TorchLearner):
             if not torch.isfinite(loss):
                 self.bad_micro_batches += 1
                 self.not_finite += rows[part].tolist()
-                loss, _ = self._loss(batch, rows[:0], batch.logprobs)
             self.parallel[DEFAULT_MODULE_ID].backward(loss, is_last)
             for name, values in measured.items() if len(part) else ():
                 numbers.setdefault(name, np.zeros(len(rows)))[part] = values.double().cpu().numpy()

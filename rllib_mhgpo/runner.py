@@ -21,6 +21,7 @@ from ray.rllib.utils.metrics import WEIGHTS_SEQ_NO
 from rllib_mhgpo.engines import HFEngine
 from rllib_mhgpo.llms import context_length, load_tokenizer
 from rllib_mhgpo.modules import LLMRLModule
+from rllib_mhgpo.sharding import cast_parameters
 from rllib_mhgpo.tree import RolloutTree
 from rllib_mhgpo.waves import Play, play
 
@@ -88,7 +89,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         spec = self.config.get_default_rl_module_spec()
         spec.observation_space, spec.action_space = spaces
         module = spec.build()
-        module.llm.to(module.dtype)
+        cast_parameters(module.llm, module.dtype)
         self.share_module(module)
 
     def share_module(self, module: LLMRLModule) -> None:

@@ -6,7 +6,7 @@ functions here but :meth:`backward` are collective: every learner calls them, in
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,9 @@ class Replica:
         """
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         if num_learners() > 1:
-            for param in params:
+            has_gradient = torch.tensor([param.grad is not None for param in params], device=params[0].device).int()
+            dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX)
+            for param in (param for param, has in zip(params, has_gradient.tolist(), strict=True) if has):
                 param.grad = torch.zeros_like(param) if param.grad is None else param.grad
                 dist.all_reduce(param.grad)
         params = [param for param in params if param.grad is not None]
@@ -100,10 +102,11 @@ class ZeroShard:
     ) -> None:
         deepspeed = import_deepspeed()
         self.stage = int(settings["zero_stage"])
-        self.engine, self.optimizer, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=deepspeed_config(settings, grad_clip, dtype),
-            dist_init_required=False,
-        )  # fmt: skip
+        config = deepspeed_config(settings, grad_clip, dtype)
+        with kept_buffers(model):
+            self.engine, self.optimizer, *_ = deepspeed.initialize(
+                model=model, optimizer=optimizer, config=config, dist_init_required=False
+            )
         if hasattr(self.optimizer, "check_grad_overflow"):
             self.optimizer.check_grad_overflow = True
 
@@ -130,6 +133,9 @@ class ZeroShard:
             self.optimizer._overflow_clean_up(self.optimizer.loss_scale)
         else:
             self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.micro_step_id = -1
+            if self.optimizer.cpu_offload:
+                self.optimizer.reset_cpu_buffers()
             for group in self.optimizer.averaged_gradients:
                 self.optimizer.averaged_gradients[group] = None
                 self.optimizer.all_grad_tensors[group] = None
@@ -216,8 +222,24 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 def shard_frozen(model: torch.nn.Module, settings: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Spreads a model that is not trained over the learners."""
-    frozen = {**settings, "offload_optimizer": None}
-    import_deepspeed().initialize(model=model, config=deepspeed_config(frozen, None, dtype), dist_init_required=False)
+    config = deepspeed_config({**settings, "offload_optimizer": None}, None, dtype)
+    with kept_buffers(model):
+        import_deepspeed().initialize(model=model, config=config, dist_init_required=False)
+
+
+def cast_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Gives parameters a type and leaves buffers alone: positions in bfloat16 would be other positions."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+@contextmanager
+def kept_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Puts back the buffers that DeepSpeed casts together with the parameters."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    yield
+    for name, buffer in model.named_buffers():
+        buffer.data = before[name].to(buffer.device)
 
 
 def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:

@@ -12,6 +12,7 @@ from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.algorithms.objective import PolicyLearner
 from rllib_mhgpo.credit import token_weights
 from rllib_mhgpo.packing import micro_batches, rectangle
+from rllib_mhgpo.sharding import cast_parameters
 from rllib_mhgpo.train_batch import TrainBatch
 from tests.toys import save_toy
 
@@ -264,3 +265,28 @@ def test_the_loss_is_that_of_an_independent_float64_version(folder: Path) -> Non
     )
     assert abs(numpy_loss(learner, batch)) > 1e-3
     assert float(loss.detach()) == pytest.approx(numpy_loss(learner, batch), rel=1e-4, abs=1e-6)
+
+
+def test_gradient_checkpointing_computes_layers_twice_and_changes_nothing(folder: Path) -> None:
+    batch = make_batch()
+    expected = gradient(make_learner(folder), batch)
+    learner = make_learner(folder, gradient_checkpointing=True)
+    llm = learner.module["default_policy"].llm
+    passes: list[int] = []
+    layer = next(module for module in llm.modules() if type(module).__name__ in ("LlamaMLP", "GPT2MLP"))
+    layer.register_forward_pre_hook(lambda *_: passes.append(1))
+    found = gradient(learner, batch)
+    with torch.no_grad():
+        learner.logprobs(batch)
+    # one micro-batch: the policy, again in the backward pass, and for its log-probabilities
+    assert len(passes) == 3
+    assert torch.allclose(found, expected, atol=1e-6 * max(1, expected.abs().max().item()))
+    assert not any(module.training for module in llm.modules())
+
+
+def test_bfloat16_leaves_positions_as_they_are(folder: Path) -> None:
+    model = make_learner(folder).module["default_policy"].llm
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    cast_parameters(model, torch.bfloat16)
+    assert all(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())

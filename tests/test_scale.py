@@ -67,7 +67,8 @@ def test_questions_that_end_every_runner_end_the_run(make: Make) -> None:
     pool = algorithm.pool
     play = algorithm._training_play(0)
     deals = {
-        actor.apply.remote(play_and_die): Deal(index, [3, 4], play, tries=3) for index, actor in pool._active.items()
+        actor.apply.remote(play_and_die): Deal(index, actor, [3, 4], play, tries=3)
+        for index, actor in pool._active.items()
     }
     with pytest.raises(MHGPOError, match=r"3 runners were lost on the questions \[3, 4\]"):
         pool.finish(deals)
@@ -206,6 +207,12 @@ def test_guards_stop_a_run(make: Make, guard: dict[str, float], message: str) ->
         ({"deepspeed": {"zero_stage": 0, "offload_param": True}, "num_learners": 1}, "need a zero_stage of 1 to 3"),
         ({"sample_ahead": 1, "rollout_is_cap": 2.0}, "sample_ahead: expected num_env_runners of at least 1"),
         ({"sample_ahead": 1, "num_env_runners": 1}, "set rollout_is_cap"),
+        (
+            {"deepspeed": {"zero_stage": 2, "offload_param": True}, "num_learners": 2},
+            "offload_param: needs zero_stage 3",
+        ),
+        ({"deepspeed": {"zero_stage": 2, "config": {"bf16": {}}}, "num_learners": 2}, r"deepspeed.config: \['bf16'\]"),
+        ({"deepspeed": {"zero_stage": 3}, "num_learners": 2, "reference_refresh": 2}, "cannot be sharded"),
         ({"max_kl": 0.5, "kl_beta": 0.0}, "max_kl: expected a kl_beta above 0"),
     ],
 )

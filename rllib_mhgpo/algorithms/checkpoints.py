@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -87,10 +88,13 @@ def last_whole(folder: Path) -> Path:
     Raises:
         CheckpointError: none is whole.
     """
-    earlier = [other for other in sorted(folder.parent.glob("checkpoint_*"), reverse=True) if other.name < folder.name]
+    numbered = re.compile(r"checkpoint_\d+")  # a copy from a remote storage has strangers beside it
+    beside = sorted(folder.parent.iterdir(), reverse=True) if numbered.fullmatch(folder.name) else []
+    earlier = [other for other in beside if numbered.fullmatch(other.name) and other.name < folder.name]
     faults: list[str] = []
     for candidate in (folder, *earlier):
-        if (fault := damage(candidate)) is None:
+        fault = damage(candidate) if (candidate / MANIFEST).is_file() else f"{candidate} has no {MANIFEST}"
+        if fault is None:
             if faults:
                 log.warning("Checkpoint damaged: %s. Going on from the one before, %s.", faults[0], candidate)
             return candidate
@@ -131,7 +135,7 @@ def check_shards(folder: Path, learners: int) -> None:
     if found != learners:
         raise CheckpointError(
             f"{folder}: expected optimiser shards of {learners} learners (num_learners), found those of {found}; "
-            "restore with as many learners as wrote it, or start a new run from its policy folder with `llm`."
+            "restore with num_learners and deepspeed as they were, or start a new run from its policy folder with `llm`."
         )
 
 

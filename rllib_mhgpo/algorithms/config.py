@@ -38,6 +38,11 @@ Tokens = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
+OWN_IN_DEEPSPEED = (
+    "fp16", "bf16", "optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+)  # fmt: skip
+
 FINITE = ConfigDict(allow_inf_nan=False)
 
 RLLIB_TYPES: dict[str, Any] = {
@@ -301,6 +306,8 @@ class LLMConfig(AlgorithmConfig):
                 raise ConfigError("config: reference_refresh: with lora the reference is the model without adapters.")
             if self.zero_stage and self.lora["adapters"]:
                 raise ConfigError("config: lora.adapters: agents' own adapters cannot be sharded; leave deepspeed out.")
+            if self.opponents and self.lora["adapters"]:
+                raise ConfigError("config: lora.adapters: opponents play with one set of weights; share the adapter.")
         if (self.minibatch_questions or 0) > self.questions_per_iteration:
             raise ConfigError(
                 f"config: minibatch_questions: expected at most questions_per_iteration = "
@@ -342,6 +349,17 @@ class LLMConfig(AlgorithmConfig):
                 f"config: deepspeed: zero_stage {self.zero_stage} needs learners to spread over; set num_learners to "
                 "the number of GPUs, or to 1 to offload from one."
             )
+        if given.get("offload_param") and self.zero_stage != 3:
+            raise ConfigError("config: deepspeed.offload_param: needs zero_stage 3, which spreads parameters.")
+        more = given.get("config", {})
+        ours = [key for key in OWN_IN_DEEPSPEED if key in more]
+        if ours or "stage" in more.get("zero_optimization", {}):
+            raise ConfigError(
+                f"config: deepspeed.config: {ours or ['zero_optimization.stage']} follow from dtype, grad_clip, lr and "
+                "zero_stage; leave them out."
+            )
+        if self.reference_refresh and self.zero_stage == 3:
+            raise ConfigError("config: reference_refresh: a reference that follows is not sharded; use zero_stage 2.")
         if len(given) > 1 and not self.zero_stage:
             raise ConfigError("config: deepspeed: offloading and DeepSpeed's own keys need a zero_stage of 1 to 3.")
         if self.sample_ahead and not self.num_env_runners and not self.in_evaluation:

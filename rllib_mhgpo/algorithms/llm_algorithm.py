@@ -29,6 +29,7 @@ from rllib_mhgpo.alerts import new_alerts, numbers_by_path
 from rllib_mhgpo.algorithms import results
 from rllib_mhgpo.algorithms.checkpoints import (
     POLICY,
+    SHARDS,
     check_shards,
     damage,
     last_whole,
@@ -168,7 +169,9 @@ class LLMAlgorithm(Algorithm):
         for phase in ("generate", "step", *IN_STEP):
             longest = max(part.seconds.get(phase, 0.0) for part in parts)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + longest
-        self._staleness = self._updates - parts[0].weights_seq_no if self.config.num_env_runners else 0
+        if self.config.num_env_runners:
+            oldest = min(part.weights_seq_no for part in parts)
+            self._staleness = max(self._staleness, self._updates - oldest)
         self.metrics.aggregate([part.logged for part in parts], key=ENV_RUNNER_RESULTS)
         trees = {tree.root: tree for part in parts for tree in part.trees}
         self._tokens_generated += sum(g.num_tokens for tree in trees.values() for g in tree.generations)
@@ -216,7 +219,7 @@ class LLMAlgorithm(Algorithm):
         self.run_seed = secrets.randbits(31) if self.config.seed is None else int(self.config.seed)
         if self.config.shares_module:
             self.env_runner.share_module(self.learner_group._learner.module["default_policy"])
-        self.pool = RunnerPool(self.env_runner_group, self.config.sample_timeout_s)
+        self.pool = RunnerPool(self.env_runner_group, self.config.sample_timeout_s, self.config.sample_ahead)
         facts = self.pool.first(lambda r: (list(r.env.possible_agents), r.num_roots("train"), r.num_roots("dev")))
         self.agents, self.num_roots, self.num_dev_roots = facts
         self._facts: dict[str, str] = self.pool.first(lambda r: dict(getattr(r.env.unwrapped, "fingerprints", {})))
@@ -239,7 +242,7 @@ class LLMAlgorithm(Algorithm):
         """Deals roots, samples trees, gives credit, updates, syncs; see docs/algorithm.md."""
         if not self._dev_start and self.num_dev_roots and self.config.evaluation_interval:
             self._dev_start = self.evaluate()
-        self._seconds, self._tokens_generated = {}, 0
+        self._seconds, self._tokens_generated, self._staleness = {}, 0, 0
         started = time.perf_counter()
         with self._clock("sample"):
             trees = self.sample_trees()
@@ -370,8 +373,8 @@ class LLMAlgorithm(Algorithm):
         super().restore_from_path(path, *args, **kwargs)
         if not all(self.on_learners(lambda learner: learner.is_restored)):
             raise CheckpointError(f"{path}: a learner could not restore its part of the checkpoint; its log says why.")
-        if self.config.zero_stage:
-            check_shards(Path(path), self.config.num_learners)
+        if self.config.zero_stage or (Path(path) / SHARDS).exists():
+            check_shards(Path(path), self.config.num_learners if self.config.zero_stage else 0)
             for index in range(self.config.num_learners):
                 shard = ray.put(read_shard(Path(path), index))
                 self._on_learner(index, partial(_take_shards, shard))

@@ -111,7 +111,7 @@ class MAPPO(LLMAlgorithm):
             )]  # fmt: skip
             returns = [a + v for a, v in zip(advantages, values, strict=True)]
         else:
-            advantages, returns = self._over_turns(flat, values)
+            advantages, returns = self._over_turns(flat, credit, values)
         group = by_question(flat)
         groups = group_advantages(credit["reward"], group)
         counted = self.counted(flat)
@@ -162,13 +162,15 @@ class MAPPO(LLMAlgorithm):
             prompts.append(np.concatenate([*said, generation.prompt])[-room:])
         return prompts
 
-    def _over_turns(self, flat: FlatTrees, values: Sequence[Floats]) -> tuple[list[Floats], list[Floats]]:
+    def _over_turns(
+        self, flat: FlatTrees, credit: Credit, values: Sequence[Floats]
+    ) -> tuple[list[Floats], list[Floats]]:
         """Returns advantages and targets by token; a turn's value is that before its first token."""
         if not (flat.previous >= 0).any():
             raise ConfigError(
                 "config: gae_level: turn needs trajectories of several acts, found one act in each; use token."
             )
-        earned = flat.specific + flat.shared[np.arange(len(flat.team)), flat.team]
+        earned = credit["reward_specific"] + flat.shared[np.arange(len(flat.team)), flat.team]
         first = np.array([value[0] for value in values])
         turns = gae_over_turns(earned, first, flat.previous, self.config.gamma, self.config.lambda_)
         advantages = [np.full(len(value), turn) for value, turn in zip(values, turns, strict=True)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
 from rllib_mhgpo.errors import MHGPOError
@@ -31,13 +31,17 @@ class Deal:
 
     Attributes:
         runner: its index.
+        actor: the runner itself; by the time it fails another may have its index.
         tries: how often they have been dealt.
+        since: when they were dealt, or when they were first waited for.
     """
 
     runner: int
+    actor: ActorHandle
     roots: Sequence[int]
     how: Play
     tries: int = 1
+    since: float = 0.0
 
 
 @dataclass
@@ -46,12 +50,14 @@ class RunnerPool:
 
     Attributes:
         group: local and remote runners.
-        timeout_s: how long a runner may take for its roots.
+        timeout_s: how long a runner may take for its roots, or for new weights.
+        versions_apart: how far apart the weights of one batch's runners may be; 1 where batches are sampled ahead.
         num_replaced: runners that were lost so far.
     """
 
     group: EnvRunnerGroup
     timeout_s: float
+    versions_apart: int = 0
     num_replaced: int = 0
     published: Published | None = None
     _active: dict[int, ActorHandle] = field(default_factory=dict)
@@ -78,7 +84,7 @@ class RunnerPool:
 
     def start(self, roots: Sequence[int], how: Play) -> Deals:
         """Deals roots to the runners and returns at once."""
-        self._welcome()
+        self._welcome(wait=not self._active)
         return self._deal(list(roots), how, list(self._active))
 
     def finish(self, deals: Deals) -> list[Rollouts]:
@@ -87,23 +93,30 @@ class RunnerPool:
         Raises:
             MHGPOError: roots on which runners die or stall again and again, or no runner is left.
         """
-        deals, parts, begun = dict(deals), [], time.monotonic()
-        while deals:
-            left = max(0.0, begun + self.timeout_s - time.monotonic())
-            done, waiting = ray.wait(list(deals), num_returns=1, timeout=left)
+        waiting, parts, now = dict(deals), [], time.monotonic()
+        for deal in waiting.values():
+            deal.since = now
+        while waiting:
+            soonest = min(deal.since for deal in waiting.values()) + self.timeout_s
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, soonest - time.monotonic()))
+            lost: list[tuple[Deal, str]] = []
             for ref in done:
-                deal = deals.pop(ref)
+                deal = waiting.pop(ref)
                 try:
                     parts.append(ray.get(ref))
-                except RayActorError as error:
-                    deals |= self._lose(deal, f"died: {str(error).splitlines()[0]}")
+                except (RayActorError, ObjectLostError) as error:
+                    lost.append((deal, f"died: {str(error).splitlines()[0]}"))
             if not done:
-                begun = time.monotonic()
-                for ref in waiting:
-                    deals |= self._lose(deals.pop(ref), f"took longer than sample_timeout_s = {self.timeout_s:g} s")
-        versions = {part.weights_seq_no for part in parts}
-        if len(versions) > 1:
-            raise MHGPOError(f"runners hold different weights: versions {sorted(versions)}.")
+                late = [ref for ref, deal in waiting.items() if deal.since + self.timeout_s <= time.monotonic()]
+                lost = [(waiting.pop(ref), f"took longer than sample_timeout_s = {self.timeout_s:g} s") for ref in late]
+            for deal, reason in lost:
+                if self._active.get(deal.runner) is deal.actor:
+                    self._replace(deal.runner, reason)
+            for deal, reason in lost:
+                waiting |= self._again(deal, reason)
+        versions = sorted({part.weights_seq_no for part in parts})
+        if versions and versions[-1] - versions[0] > self.versions_apart:
+            raise MHGPOError(f"runners hold different weights: versions {versions}.")
         return parts
 
     def hand_over(self, published: Published) -> None:
@@ -115,21 +128,23 @@ class RunnerPool:
         calls = {index: actor.apply.remote(partial(_receive, published)) for index, actor in self._active.items()}
         for index, call in calls.items():
             try:
-                ray.get(call)
+                ray.get(call, timeout=self.timeout_s)
             except RayActorError as error:
-                self._replace(index, f"died: {error}")
+                self._replace(index, f"died: {str(error).splitlines()[0]}")
+            except GetTimeoutError:
+                self._replace(index, f"took no new weights within sample_timeout_s = {self.timeout_s:g} s")
 
     def _deal(self, roots: list[int], how: Play, runners: Sequence[int], tries: int = 1) -> Deals:
         deals: Deals = {}
         for place, runner in enumerate(runners):
             if mine := roots[place :: len(runners)]:
-                deals[self._active[runner].apply.remote(partial(_roll, mine, how))] = Deal(runner, mine, how, tries)
+                actor = self._active[runner]
+                ref = actor.apply.remote(partial(_roll, mine, how))
+                deals[ref] = Deal(runner, actor, mine, how, tries, time.monotonic())
         return deals
 
-    def _lose(self, deal: Deal, reason: str) -> Deals:
-        """Replaces the runner of a deal and deals its roots again."""
-        if deal.runner in self._active:
-            self._replace(deal.runner, reason)
+    def _again(self, deal: Deal, reason: str) -> Deals:
+        """Deals the roots of a lost runner to the others."""
         if deal.tries == MOST_TRIES:
             raise MHGPOError(f"{MOST_TRIES} runners were lost on the questions {list(deal.roots)}; the last {reason}")
         if not self._active:
@@ -139,8 +154,13 @@ class RunnerPool:
     def _replace(self, runner: int, reason: str) -> None:
         log.warning("Env runner %d %s. Another is started; its questions go to the others.", runner, reason)
         self.num_replaced += 1
-        group, lost = self.group, self._active.pop(runner)
+        lost = self._active.pop(runner)
         ray.kill(lost)
+        self._start(runner, lost)
+
+    def _start(self, runner: int, lost: ActorHandle) -> None:
+        """Starts a runner in the place of a lost one; it joins when it is ready."""
+        group = self.group
         actor = group._make_worker(
             env_creator=group._env_creator, validate_env=None, worker_index=runner, num_workers=len(self._active) + 1,
             recreated_worker=True, config=group._remote_config_obj_ref,
@@ -151,20 +171,31 @@ class RunnerPool:
         self._joining[runner] = (actor, actor.apply.remote(partial(_receive, self.published)))
 
     def _welcome(self, wait: bool = False) -> None:
-        """Takes in the new runners that are ready; ``wait`` for one."""
-        while self._joining:
+        """Takes in the new runners that are ready; ``wait`` for one.
+
+        Raises:
+            MHGPOError: no runner is left, and none could be started.
+        """
+        failed = 0
+        while self._joining and failed < MOST_TRIES:
             refs = {ready: runner for runner, (_, ready) in self._joining.items()}
             done, _ = ray.wait(list(refs), num_returns=1, timeout=self.timeout_s if wait else 0)
             if not done:
                 break
-            for ref in done:
-                runner = refs[ref]
-                actor, _ = self._joining.pop(runner)
-                ray.get(ref)
+            runner = refs[done[0]]
+            actor, ready = self._joining.pop(runner)
+            try:
+                ray.get(ready)
                 if self.published is not None:  # newer than what it was started with
-                    ray.get(actor.apply.remote(partial(_receive, self.published)))
-                self._active[runner] = actor
-                wait = False
+                    ray.get(actor.apply.remote(partial(_receive, self.published)), timeout=self.timeout_s)
+            except (RayActorError, GetTimeoutError) as error:
+                failed += 1
+                log.warning("Env runner %d could not be started: %s", runner, str(error).splitlines()[0])
+                ray.kill(actor)
+                self._start(runner, actor)
+                continue
+            self._active[runner] = actor
+            wait = False
         if not self._active:
             raise MHGPOError(f"no env runner is left, and none could be started within {self.timeout_s:g} s.")
 

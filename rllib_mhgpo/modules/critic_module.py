@@ -23,7 +23,7 @@ class LLMCriticModule(LLMRLModule):
         self.tokenizer = load_tokenizer(name)
         self.llm = load_critic(name)
         self.dtype = getattr(torch, self.model_config.get("dtype", "float32"))
-        self.gathered, self.lora = {}, None
+        self.gathered, self.recomputed, self.lora = {}, [], None
 
     def _forward_train(self, batch: Mapping[str, Tensor], **kwargs: Any) -> dict[str, Tensor]:
         """Values before each response token.
@@ -35,7 +35,7 @@ class LLMCriticModule(LLMRLModule):
             ``values``, (B, R); columns past a response's end are meaningless.
         """
         width = int(batch["prompt_width"])
-        with self.precision():
+        with self.precision(), self.recomputing():
             out = self.llm(
                 input_ids=batch["tokens"],
                 attention_mask=batch["attention"],

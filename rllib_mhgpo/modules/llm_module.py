@@ -17,6 +17,7 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rllib_mhgpo.errors import CheckpointError
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer
@@ -53,6 +54,7 @@ class LLMRLModule(TorchRLModule):
         self.dtype = getattr(torch, self.model_config.get("dtype", "float32"))
         self.temperature = float(self.model_config.get("temperature", 1.0))
         self.gathered: dict[str, NDArray[Any]] = {}
+        self.recomputed: list[torch.nn.Module] = []
 
     def train(self, mode: bool = True) -> "LLMRLModule":
         """Keeps the language model in evaluation mode."""
@@ -76,7 +78,8 @@ class LLMRLModule(TorchRLModule):
         Returns:
             ``logp`` and ``entropy``, (B, R); columns past a response's end are meaningless.
         """
-        return response_logprobs(self.llm, batch, self.temperature, self.precision())
+        with self.recomputing():
+            return response_logprobs(self.llm, batch, self.temperature, self.precision())
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which forward passes run."""
@@ -127,6 +130,22 @@ class LLMRLModule(TorchRLModule):
     def checkpoint_gradients(self) -> None:
         """Keeps no activations inside layers, which are computed again in the backward pass."""
         self.llm.gradient_checkpointing_enable({"use_reentrant": False})
+        self.recomputed = [layer for layer in self.llm.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """The context of a forward pass with a gradient: transformers computes again what is in training mode alone.
+
+        The layers' own flag is all that changes; what is inside them stays in evaluation mode.
+        """
+        layers = self.recomputed if torch.is_grad_enabled() else []
+        for layer in layers:
+            layer.training = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
 
     def _named(self) -> dict[str, Tensor]:
         """What is trained, sent and restored: the adapters, or all parameters and buffers, tied ones once."""
