@@ -212,7 +212,7 @@ def test_guards_stop_a_run(make: Make, guard: dict[str, float], message: str) ->
             "offload_param: needs zero_stage 3",
         ),
         ({"deepspeed": {"zero_stage": 2, "config": {"bf16": {}}}, "num_learners": 2}, r"deepspeed.config: \['bf16'\]"),
-        ({"deepspeed": {"zero_stage": 3}, "num_learners": 2, "reference_refresh": 2}, "cannot be sharded"),
+        ({"deepspeed": {"zero_stage": 3}, "num_learners": 2, "reference_refresh": 2}, "is not sharded"),
         ({"max_kl": 0.5, "kl_beta": 0.0}, "max_kl: expected a kl_beta above 0"),
     ],
 )

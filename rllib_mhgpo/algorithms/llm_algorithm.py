@@ -62,6 +62,7 @@ class LLMAlgorithm(Algorithm):
     _ahead: Deals
     _updates: int
     _tokens_generated: int
+    _staleness: int
 
     # --- what a subclass gives -----------------------------------------------------------------------------------
 
