@@ -135,7 +135,7 @@ def check_shards(folder: Path, learners: int) -> None:
     if found != learners:
         raise CheckpointError(
             f"{folder}: expected optimiser shards of {learners} learners (num_learners), found those of {found}; "
-            "restore with num_learners and deepspeed as they were, or start a new run from its policy folder with `llm`."
+            "restore with num_learners and deepspeed as they were, or start a new run from its policy folder."
         )
 
 
