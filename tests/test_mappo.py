@@ -218,7 +218,7 @@ def test_actor_and_critic_are_restored(mappo: Make, tmp_path: Path) -> None:
     third.stop()
     for file in (tmp_path / "checkpoint" / "learner_group/learner/rl_module/critic").glob("*.safetensors"):
         file.unlink()
-    with pytest.raises(CheckpointError, match=r"critic.*incomplete"):
+    with pytest.raises(CheckpointError, match=r"damaged: .*critic.*is missing"):
         second.restore_from_path(path)
 
 

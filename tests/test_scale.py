@@ -204,7 +204,7 @@ def test_guards_stop_a_run(make: Make, guard: dict[str, float], message: str) ->
         ({"deepspeed": {"zero_stage": 4}, "num_learners": 2}, "zero_stage: expected 0, 1, 2 or 3, found 4"),
         ({"deepspeed": {"stage": 3}, "num_learners": 2}, "deepspeed: expected keys of .* found 'stage'"),
         ({"deepspeed": {"zero_stage": 2}}, "needs learners to spread over"),
-        ({"deepspeed": {"zero_stage": 0, "offload_param": True}, "num_learners": 1}, "need a zero_stage of 1 to 3"),
+        ({"deepspeed": {"zero_stage": 0, "offload_optimizer": True}, "num_learners": 1}, "need a zero_stage of 1 to 3"),
         ({"sample_ahead": 1, "rollout_is_cap": 2.0}, "sample_ahead: expected num_env_runners of at least 1"),
         ({"sample_ahead": 1, "num_env_runners": 1}, "set rollout_is_cap"),
         (
