@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from rllib_mhgpo.cli import app
 from rllib_mhgpo.data import Question, load_predictions, load_questions
+from rllib_mhgpo.envs.minipedia import minipedia
 from rllib_mhgpo.errors import DataError
 from rllib_mhgpo.metrics import bootstrap_errors, fact_scores, musique_f1, official_scores
 from tests.real_data import real_file
@@ -139,3 +140,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert (full["script"], full["missing"]) == ("hotpotqa", ["d"])
     other = CliRunner().invoke(app, ["score", str(predictions), str(questions), "--script", "musik"])
     assert "Did you mean 'musique'" in other.stderr
+
+
+def test_predictions_for_the_embedded_questions_are_scored(tmp_path: Path) -> None:
+    asked = minipedia("minipedia:test")
+    file = tmp_path / "predictions.json"
+    file.write_text(json.dumps({question.id: question.answers[0] for question in asked}))
+    result = CliRunner().invoke(app, ["score", str(file), "minipedia:test", "--json"])
+    assert json.loads(result.stdout)["scores"]["f1"] == 1.0

@@ -339,7 +339,10 @@ class LLMConfig(AlgorithmConfig):
         strangers = [key for key in given if key not in keys]
         if strangers:
             hint = did_you_mean(strangers[0], keys)
-            raise ConfigError(f"config: deepspeed: expected keys of {list(keys)}, found {strangers[0]!r}.{hint}")
+            raise ConfigError(
+                f"config: deepspeed: expected keys of {list(keys)}, found {strangers[0]!r}.{hint} DeepSpeed's "
+                "own keys go under config."
+            )
         if given and given.get("zero_stage") not in (0, 1, 2, 3):
             raise ConfigError(
                 f"config: deepspeed.zero_stage: expected 0, 1, 2 or 3, found {given.get('zero_stage')!r}."

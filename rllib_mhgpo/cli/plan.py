@@ -84,7 +84,8 @@ def show(console: Console, name: str, algorithm: Any, settings: Mapping[str, Any
     for part in dict.fromkeys(part for process in found for part in process.parts):
         table.add_row(part, *(f"{process.parts[part] / 1e9:.2f}" if part in process.parts else "" for process in found))
     table.add_row("all", *(f"{process.total / 1e9:.2f}" for process in found), style="bold")
-    table.add_row("in the CPU's memory", *(f"{process.offloaded / 1e9:.2f}" for process in found))
+    if any(process.offloaded for process in found):
+        table.add_row("offloaded to the CPU", *(f"{process.offloaded / 1e9:.2f}" for process in found))
     table.add_row("GPUs", *(f"{process.gpus:g}" for process in found))
     console.print(table)
     for line in (*traffic(config), requested(algorithm, settings)):

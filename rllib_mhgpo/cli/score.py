@@ -14,7 +14,7 @@ _SHOWN = 5  # missing ids
 
 def score(
     predictions: Annotated[Path, typer.Argument(help="Answers by question id: JSON or JSON lines.")],
-    questions: Annotated[Path, typer.Argument(help="The questions with their golds.")],
+    questions: Annotated[str, typer.Argument(help="The questions with their golds: a file, or minipedia:SPLIT.")],
     script: Annotated[
         str, typer.Option(help="hotpotqa (2WikiMultihopQA's is the same), musique, or auto: by the questions.")
     ] = "auto",
@@ -25,6 +25,7 @@ def score(
     Missing predictions are named and count 0; ± is a standard error by bootstrap.
     """
     from rllib_mhgpo.data import load_predictions, load_questions
+    from rllib_mhgpo.envs.minipedia import is_minipedia, minipedia
     from rllib_mhgpo.errors import ConfigError, did_you_mean
     from rllib_mhgpo.metrics import official_scores
 
@@ -33,7 +34,8 @@ def score(
             f"--script: expected auto, hotpotqa or musique, found {script!r}."
             + did_you_mean(script, ["auto", "hotpotqa", "musique"])
         )
-    asked, said = load_questions(questions, require_context=False), load_predictions(predictions)
+    asked = minipedia(questions) if is_minipedia(questions) else load_questions(Path(questions), require_context=False)
+    said = load_predictions(predictions)
     musique = script == "musique" or (script == "auto" and any(question.evidence for question in asked))
     result = official_scores(asked, said.answers, said.facts, said.paragraphs, musique)
     if as_json:

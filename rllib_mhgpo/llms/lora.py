@@ -25,9 +25,8 @@ def lora_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     for key in given:
         if key not in DEFAULTS:
-            raise ConfigError(
-                f"config: lora: expected keys of {list(DEFAULTS)}, found {key!r}.{did_you_mean(key, DEFAULTS)}"
-            )
+            hint = " Did you mean 'rank'?" if key == "r" else did_you_mean(key, DEFAULTS)
+            raise ConfigError(f"config: lora: expected keys of {list(DEFAULTS)}, found {key!r}.{hint}")
     settings = {**DEFAULTS, **given}
     rank, alpha, adapters = settings["rank"], settings["alpha"], settings["adapters"]
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
