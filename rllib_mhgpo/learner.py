@@ -56,15 +56,15 @@ class LLMLearner(TorchLearner):
         copied = config.uses_reference and policy.lora is None  # the reference of adapters is the model without them
         self.reference = copy.deepcopy(policy.llm).requires_grad_(False) if copied else None
         self.not_finite: list[int] = []
-        self.bad_micro_batches = 0
         self.parallel: dict[str, Replica | ZeroShard] = {}
         for module_id in self.module.keys():  # noqa: SIM118
             model, optimizer = self.module[module_id].llm, self.get_optimizer(module_id)
-            self.parallel[module_id] = (
-                ZeroShard(model, optimizer, config.deepspeed, config.grad_clip, policy.dtype)
-                if config.zero_stage
-                else Replica(model, optimizer, config.grad_clip)
-            )
+            if config.zero_stage:
+                shard = ZeroShard(model, optimizer, config.deepspeed, config.grad_clip, policy.dtype)
+                self.module[module_id].forward_through = shard.engine.__call__
+                self.parallel[module_id] = shard
+            else:
+                self.parallel[module_id] = Replica(model, optimizer, config.grad_clip)
         if config.zero_stage == 3 and self.reference is not None:
             shard_frozen(self.reference, config.deepspeed, policy.dtype)
         elif config.zero_stage and self.reference is not None:
@@ -115,7 +115,7 @@ class LLMLearner(TorchLearner):
         for epoch in range(self.config.num_epochs):
             factors = np.ones(len(batch))
             for step in range(largest(int(batch.steps.max(initial=-1)) + 1, self._device)):
-                mine, self.bad_micro_batches = batch.steps == step, 0
+                mine = batch.steps == step
                 rows = np.flatnonzero(mine & self.has_gradient(batch))
                 numbers = self.accumulate(batch.weighted(factors), rows, old_logprobs)
                 norm = self.step(is_empty=not largest(len(rows), self._device))
@@ -158,8 +158,8 @@ class LLMLearner(TorchLearner):
         for part, is_last in self._in_step(self._parts(batch, rows)):
             loss, measured = self._loss(batch, rows[part], old_logprobs or batch.logprobs)
             if not torch.isfinite(loss):
-                self.bad_micro_batches += 1
                 self.not_finite += rows[part].tolist()
+                loss = loss * float("nan")  # so that the gradient is not finite either, and no learner makes the step
             self.parallel[DEFAULT_MODULE_ID].backward(loss, is_last)
             for name, values in measured.items() if len(part) else ():
                 numbers.setdefault(name, np.zeros(len(rows)))[part] = values.double().cpu().numpy()
@@ -229,15 +229,8 @@ class LLMLearner(TorchLearner):
         return np.array([float((d if s is None else d[s]).sum()) for d, s in zip(differences, said, strict=True)])
 
     def step(self, module_id: str = DEFAULT_MODULE_ID, is_empty: bool = False) -> float | None:
-        """Makes a module's optimiser step; returns the gradient's norm, None when a loss or it was not finite.
-
-        A step of which one micro-batch had no finite loss is not made on any learner.
-        """
-        parallel = self.parallel[module_id]
-        if largest(self.bad_micro_batches, self._device):
-            parallel.forget()
-            return None
-        return 0.0 if is_empty else parallel.step()
+        """Makes a module's optimiser step; returns the gradient's norm, None when it or a loss was not finite."""
+        return 0.0 if is_empty else self.parallel[module_id].step()
 
     def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Adds the reference policy where it moves; otherwise it is the policy that the run began with."""

@@ -78,10 +78,6 @@ class Replica:
         self.optimizer.zero_grad(set_to_none=True)
         return norm if np.isfinite(norm) else None
 
-    def forget(self) -> None:
-        """Drops the gradient that was added up."""
-        self.optimizer.zero_grad(set_to_none=True)
-
 
 class ZeroShard:
     """A model whose optimiser states (stage 1), gradients (2) and parameters (3) are spread over the learners.
@@ -118,27 +114,8 @@ class ZeroShard:
 
     def step(self) -> float | None:
         """Clips and steps; returns the gradient's norm, None when it was not finite, which changes nothing."""
-        if self.stage == 3:
-            self.optimizer.check_overflow()
-            if self.optimizer.overflow:
-                self.forget()
-                return None
         self.engine.step()
         return float(self.engine.get_global_grad_norm()) if self.engine.was_step_applied() else None
-
-    def forget(self) -> None:
-        """Drops the gradient that was added up."""
-        self.optimizer.overflow = True
-        if self.stage == 3:
-            self.optimizer._overflow_clean_up(self.optimizer.loss_scale)
-        else:
-            self.optimizer.zero_grad(set_to_none=True)
-            self.optimizer.micro_step_id = -1
-            if self.optimizer.cpu_offload:
-                self.optimizer.reset_cpu_buffers()
-            for group in self.optimizer.averaged_gradients:
-                self.optimizer.averaged_gradients[group] = None
-                self.optimizer.all_grad_tensors[group] = None
 
     def state(self) -> dict[str, NDArray[Any]]:
         """Returns this learner's part of the master weights and of the optimiser's state, by name."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,10 @@ def change(learner: PlainSGD, batch: TrainBatch) -> tuple[dict[str, NDArray[Any]
 def update_a_shard(rank: int, folder: Path, given: dict[str, Any]) -> None:
     for stage in STAGES:
         for name, shards in SHARDS.items():
-            moved, report = change(make(folder, stage), make_batch().take(np.array(shards[rank], dtype=np.int64)))
+            moved, report = change(
+                make(folder, stage, max_tokens_per_microbatch=40),
+                make_batch().take(np.array(shards[rank], dtype=np.int64)),
+            )
             if rank == 0:
                 moved["norms"] = np.array(report["grad_norms"])
                 np.savez(given["out"] / f"{stage}_{name}.npz", **moved)  # type: ignore[arg-type]
@@ -95,3 +99,27 @@ def test_two_learners_make_the_step_of_one(folder: Path, moved_by_two: Path, sta
     assert set(found) - {"norms"} == set(expected)
     for name, moved in expected.items():
         assert np.linalg.norm(found[name] - moved) <= 1e-4 * np.linalg.norm(moved), name
+
+
+def skip_then_step(rank: int, folder: Path, given: dict[str, Any]) -> None:
+    """The first update has a loss of NaN on learner 1 alone; the second is a good one."""
+    for stage in STAGES:
+        learner, rows = make(folder, stage, max_tokens_per_microbatch=20), np.array(SHARDS["even"][rank])
+        good = make_batch()
+        bad = replace(good, advantages=np.where(np.arange(len(good)) == 3, np.nan, good.advantages))
+        kept, report = change(learner, bad.take(rows))
+        moved, _ = change(learner, good.take(rows))
+        if rank == 0:
+            moved["skipped"] = np.array([report["skipped_steps"], *(np.abs(array).max() for array in kept.values())])
+            np.savez(given["out"] / f"{stage}.npz", **moved)  # type: ignore[arg-type]
+
+
+def test_a_loss_of_nan_on_one_learner_changes_nothing_on_any(folder: Path, tmp_path: Path) -> None:
+    """R8 over learners: no step, no hang, and nothing of it is left in the step after."""
+    in_two_processes(skip_then_step, folder, tmp_path, {"out": tmp_path})
+    expected, _ = change(make(folder, None), make_batch())
+    for stage in STAGES:
+        found = np.load(tmp_path / f"{stage}.npz")
+        assert found["skipped"].tolist() == [1, *[0] * len(expected)], stage
+        for name, moved in expected.items():
+            assert np.linalg.norm(found[name] - moved) <= 1e-4 * np.linalg.norm(moved), (stage, name)

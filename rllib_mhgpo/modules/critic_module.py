@@ -36,7 +36,7 @@ class LLMCriticModule(LLMRLModule):
         """
         width = int(batch["prompt_width"])
         with self.precision(), self.recomputing():
-            out = self.llm(
+            out = (self.forward_through or self.llm)(
                 input_ids=batch["tokens"],
                 attention_mask=batch["attention"],
                 position_ids=batch["positions"],

@@ -5,7 +5,7 @@ is also a plain Hugging Face model folder.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,10 @@ class LLMRLModule(TorchRLModule):
         llm: the transformers model, with its adapters.
         tokenizer: its tokenizer.
         eos_ids: ids that end a response.
+        forward_through: what runs the model when it is trained: DeepSpeed's engine, which counts micro-batches there.
     """
+
+    forward_through: Callable[..., Any] | None = None
 
     def setup(self) -> None:
         """Loads model and tokenizer."""
@@ -79,7 +82,7 @@ class LLMRLModule(TorchRLModule):
             ``logp`` and ``entropy``, (B, R); columns past a response's end are meaningless.
         """
         with self.recomputing():
-            return response_logprobs(self.llm, batch, self.temperature, self.precision())
+            return response_logprobs(self.forward_through or self.llm, batch, self.temperature, self.precision())
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which forward passes run."""
@@ -219,7 +222,7 @@ def to_tensor(given: Any) -> Tensor:
 
 
 def response_logprobs(
-    llm: torch.nn.Module,
+    llm: Callable[..., Any],
     batch: Mapping[str, Tensor],
     temperature: float,
     precision: contextlib.AbstractContextManager[Any],
