@@ -90,16 +90,27 @@ def _other_layout(record: Record) -> str:
     return ""
 
 
-def _id(place: str, record: Record, number: str) -> str:
-    id_ = next((record[key] for key in _IDS if key in record), number)
-    if isinstance(id_, str) and id_.strip():
-        return id_
-    if isinstance(id_, int) and not isinstance(id_, bool):
-        return str(id_)
+def id_of(place: str, value: Any) -> str:
+    """Returns an id, given as a string or a whole number, as a string.
+
+    Raises:
+        DataError: something else.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
     raise DataError(
-        f"{place}: expected the id as a string or a whole number, found {described(id_)}."
+        f"{place}: expected the id as a string or a whole number, found {described(value)}."
         " Numbers with a point lose digits: write ids as strings."
     )
+
+
+def _id(place: str, record: Record, number: str) -> str:
+    found = id_of(place, next((record[key] for key in _IDS if key in record), number))
+    if not found.strip():
+        raise DataError(f"{place}: expected the id as a string that is not blank, found {described(found)}.")
+    return found
 
 
 def _answers(place: str, record: Record) -> Iterator[str]:

@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rllib_mhgpo.data.layouts import described, has_passages, to_question
+from rllib_mhgpo.data.layouts import described, has_passages, id_of, to_question
 from rllib_mhgpo.data.questions import join_sentences
 from rllib_mhgpo.data.records import iterate_records
 from rllib_mhgpo.data.streams import stream_lines, stream_text
@@ -217,12 +217,4 @@ def _sentences(value: Any) -> str | None:
 
 
 def _source_id(place: str, record: Any) -> str:
-    id_ = next((record[key] for key in _IDS if key in record), "")
-    if isinstance(id_, str):
-        return id_
-    if isinstance(id_, int) and not isinstance(id_, bool):
-        return str(id_)
-    raise DataError(
-        f"{place}: expected the id as a string or a whole number, found {described(id_)}."
-        " Numbers with a point lose digits: write ids as strings."
-    )
+    return id_of(place, next((record[key] for key in _IDS if key in record), ""))
