@@ -6,7 +6,6 @@ so a minute of reinforcement has something to find. The sums of dev and test are
 """
 
 import argparse
-import json
 import logging
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rllib_mhgpo.envs.solver_verifier import COMMENTS, LARGEST, sums, written
 from rllib_mhgpo.envs.text_game import TextGame
+from rllib_mhgpo.llms import save_model
 
 log = logging.getLogger(__name__)
 
@@ -136,15 +136,6 @@ def train(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
             log.info("step %d %ds loss %.3f", step, time.monotonic() - begun, loss.item())
 
 
-def save(out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes the Hugging Face folder, with a tokenizer class that every version of transformers knows."""
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    config = out / "tokenizer_config.json"
-    named = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config.write_text(json.dumps(named, indent=2) + "\n")
-
-
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description="Builds the policy of the small environments.")
@@ -158,7 +149,7 @@ def main() -> None:
     tokenizer = build_tokenizer()
     model = start_model(tokenizer)
     train(model, tokenizer, options.seed)
-    save(options.out, model, tokenizer)
+    save_model(options.out, model, tokenizer)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,18 @@ is said here, in one sentence, before anything is started. Importing the package
 transformers; the functions do when they are called.
 """
 
-from rllib_mhgpo.llms.folders import architecture, context_length, eos_ids, load_critic, load_model, load_tokenizer
+from rllib_mhgpo.llms.folders import (
+    architecture,
+    context_length,
+    eos_ids,
+    load_critic,
+    load_model,
+    load_tokenizer,
+    save_model,
+)
 from rllib_mhgpo.llms.names import NAMES, resolve_llm
 
 __all__ = [
-    "NAMES", "architecture", "context_length", "eos_ids", "load_critic", "load_model", "load_tokenizer", "resolve_llm"
+    "NAMES", "architecture", "context_length", "eos_ids", "load_critic", "load_model", "load_tokenizer", "resolve_llm",
+    "save_model",
 ]  # fmt: skip

@@ -118,6 +118,15 @@ def _load(auto: str, name: str, place: str, dtype: str, **settings: Any) -> tupl
     return model, report
 
 
+def save_model(folder: Path, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Writes a Hugging Face folder, with a tokenizer class that every version of transformers knows."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    config = folder / "tokenizer_config.json"
+    named = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.write_text(json.dumps(named, indent=2) + "\n")
+
+
 def architecture(name: str) -> dict[str, Any]:
     """Returns what two models must have in common to be of one architecture: kind, sizes, vocabulary."""
     from transformers import AutoConfig

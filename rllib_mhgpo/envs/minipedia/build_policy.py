@@ -29,6 +29,7 @@ from rllib_mhgpo.envs.minipedia.start import start_model
 from rllib_mhgpo.envs.minipedia.tokenizer import build_tokenizer
 from rllib_mhgpo.envs.minipedia.world import LEVELS
 from rllib_mhgpo.envs.search import SearchEnv
+from rllib_mhgpo.llms import save_model
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def train(model: LlamaForCausalLM, out: Path, recipe: Recipe, every: int = 400) 
         if step % 50 == 0:
             log.info("step %d %ds losses %s", step, seconds, losses)
         if (step + 1) % every == 0 or step + 1 == recipe.steps:
-            save(out, model, tokenizer)
+            save_model(out, model, tokenizer)
             measure(out, model, tokenizer, envs, {"step": step + 1, "seconds": seconds})
 
 
@@ -176,7 +177,7 @@ def settle(model: LlamaForCausalLM, out: Path, recipe: Recipe) -> None:
         if step % 50 == 0:
             log.info("settling %d losses %s", step, losses)
     line = {"step": recipe.steps + recipe.settling, "seconds": round(time.monotonic() - begun), "averaged": True}
-    save(out, averaged.module, tokenizer)
+    save_model(out, averaged.module, tokenizer)
     measure(out, averaged.module, tokenizer, environments(tokenizer), line)
 
 
@@ -195,15 +196,6 @@ def measure(
     with (out / "build.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
     log.info("%s", line)
-
-
-def save(out: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Writes the Hugging Face folder, with a tokenizer class that every version of transformers knows."""
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    config = out / "tokenizer_config.json"
-    named = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
-    config.write_text(json.dumps(named, indent=2) + "\n")
 
 
 def main() -> None:
