@@ -44,7 +44,7 @@ def training(folder: Path, iterations: int = 3) -> dict[str, float]:
         "max_response_tokens": {"rewriter": 28, "reranker": 32, "answerer": 16}, "evaluation_interval": None, "seed": 0,
     }).build_algo()  # fmt: skip
     rows = [algorithm.train() for _ in range(iterations)]
-    peak = algorithm.on_learners(lambda _: torch.cuda.max_memory_allocated())[0]
+    peak = algorithm.learners.each(lambda _: torch.cuda.max_memory_allocated())[0]
     algorithm.stop()
     ray.shutdown()
     names = {"iteration_s": "total_s", "sample_s": "sample_s", "update_s": "update_s", "sync_s": "sync_s"}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from rllib_mhgpo.algorithms.checkpoints import MANIFEST, POLICY, SHARDS, check_shards, read_shard, write_shard
-from rllib_mhgpo.algorithms.llm_algorithm import refuse_shared_gpus
+from rllib_mhgpo.algorithms.learner_pool import refuse_shared_gpus
 from rllib_mhgpo.algorithms.mhgpo import MHGPO
 from rllib_mhgpo.algorithms.runner_pool import Deal, RunnerPool
 from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
@@ -118,7 +118,7 @@ def test_learners_share_a_run_and_its_checkpoint(make: Make, tmp_path: Path, sta
 def test_a_dead_learner_ends_the_run_with_the_way_on(make: Make) -> None:
     algorithm = make(num_learners=2, num_cpus_per_learner=0.5, evaluation_interval=None)
     row(algorithm)
-    os.kill(algorithm.on_learners(lambda learner: os.getpid())[1], signal.SIGKILL)
+    os.kill(algorithm.learners.each(lambda learner: os.getpid())[1], signal.SIGKILL)
     with pytest.raises(MHGPOError, match=r"a learner process died.*--resume"):
         row(algorithm)
 

@@ -7,7 +7,9 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ POLICY = Path("learner_group/learner/rl_module/default_policy")
 """Where the Hugging Face folder of the policy lies in a checkpoint."""
 
 log = logging.getLogger(__name__)
+METADATA = "rllib_checkpoint.json"
 MANIFEST = "manifest.json"
 SHARDS = Path("optimizer_shards")
 """Where a checkpoint has the parts of optimisers that are spread over learners."""
@@ -137,6 +140,39 @@ def check_shards(folder: Path, learners: int) -> None:
             f"{folder}: expected optimiser shards of {learners} learners (num_learners), found those of {found}; "
             "restore with num_learners and deepspeed as they were, or start a new run from its policy folder."
         )
+
+
+def check_facts(path: Path, mine: Mapping[str, str]) -> None:
+    """Refuses a checkpoint of a run with other data; warns of other packages.
+
+    Args:
+        mine: fingerprints of this run's data by what they are of.
+
+    Raises:
+        CheckpointError: both fingerprints.
+    """
+    try:
+        written = json.loads((path / METADATA).read_text())
+    except (OSError, ValueError):
+        return
+    for name, fingerprint in written.get("data", {}).items():
+        if (here := mine.get(name, fingerprint)) != fingerprint:
+            raise CheckpointError(
+                f"{path}: the run that wrote it had other {name}: expected fingerprint {fingerprint[:12]}, found "
+                f"{here[:12]}. Give it the same, or start a new run from its policy folder with `llm`."
+            )
+    for package, theirs in written.get("versions", {}).items():
+        if (here := versions().get(package)) != theirs:
+            log.warning("%s: written with %s %s, this is %s.", path, package, theirs, here)
+
+
+def versions() -> dict[str, str]:
+    """The packages that a run's numbers depend on."""
+    found = {}
+    for package in ("ray", "torch", "transformers", "rllib-mhgpo"):
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _may_be_replaced(place: Path) -> bool:

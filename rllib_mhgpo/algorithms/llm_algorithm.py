@@ -3,22 +3,18 @@
 A subclass says how rewards become advantages; nothing else differs.
 """
 
-import json
 import logging
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import RayActorError, RayError
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core.learner.training_data import TrainingData
@@ -30,20 +26,22 @@ from rllib_mhgpo.algorithms import results
 from rllib_mhgpo.algorithms.checkpoints import (
     POLICY,
     SHARDS,
+    check_facts,
     check_shards,
     damage,
     last_whole,
     read_shard,
+    versions,
     whole_or_absent,
     write_shard,
 )
 from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.algorithms.learner_pool import LearnerPool, refuse_shared_gpus, take_shards
 from rllib_mhgpo.algorithms.recording import Recorder
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
 from rllib_mhgpo.credit import AGGREGATIONS, propagate, token_weights
 from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
-from rllib_mhgpo.packing import balanced_shards
 from rllib_mhgpo.runner import IN_STEP, Published
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
 from rllib_mhgpo.train_batch import TrainBatch
@@ -220,12 +218,13 @@ class LLMAlgorithm(Algorithm):
         self.run_seed = secrets.randbits(31) if self.config.seed is None else int(self.config.seed)
         if self.config.shares_module:
             self.env_runner.share_module(self.learner_group._learner.module["default_policy"])
+        self.learners = LearnerPool(self.learner_group, self.config.num_learners)
         self.pool = RunnerPool(self.env_runner_group, self.config.sample_timeout_s, self.config.sample_ahead)
         facts = self.pool.first(lambda r: (list(r.env.possible_agents), r.num_roots("train"), r.num_roots("dev")))
         self.agents, self.num_roots, self.num_dev_roots = facts
         self._facts: dict[str, str] = self.pool.first(lambda r: dict(getattr(r.env.unwrapped, "fingerprints", {})))
         if self.config.num_learners > 1 and self.config.num_gpus_per_learner:
-            refuse_shared_gpus(self.on_learners(lambda learner: learner.place()))
+            refuse_shared_gpus(self.learners.each(lambda learner: learner.place()))
         self._check_roots()
         self.check_agents()
         self.recorder = Recorder(self.config, self._storage, self.logdir)
@@ -347,19 +346,19 @@ class LLMAlgorithm(Algorithm):
     def save_to_path(self, path: Any = None, **kwargs: Any) -> str:
         """Writes a checkpoint, whole or not at all."""
         if self.config.zero_stage == 3:
-            self.on_learners(lambda learner: learner.gather())
+            self.learners.each(lambda learner: learner.gather())
         try:
             return whole_or_absent(self._save, path, **kwargs)
         finally:
             if self.config.zero_stage == 3:
-                self.on_learners(lambda learner: learner.release())
+                self.learners.each(lambda learner: learner.release())
 
     def _save(self, path: Any, **kwargs: Any) -> str:
         folder = str(super().save_to_path(path, **kwargs))
         if not any((Path(folder) / POLICY).glob("*.safetensors")):  # RLlib asks a remote learner for no answer
             raise CheckpointError(f"{path}: a learner could not write its part of the checkpoint; its log says why.")
         for index in range(self.config.num_learners if self.config.zero_stage else 0):
-            write_shard(Path(folder), index, self._on_learner(index, lambda learner: learner.shards()))
+            write_shard(Path(folder), index, self.learners.one(index, lambda learner: learner.shards()))
         return folder
 
     def restore_from_path(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -370,71 +369,24 @@ class LLMAlgorithm(Algorithm):
         """
         if "component" not in kwargs and (fault := damage(Path(path))):
             raise CheckpointError(f"{path}: the checkpoint is damaged: {fault}. Restore the one before.")
-        self._check_facts(Path(path))
+        check_facts(Path(path), self._facts)
         super().restore_from_path(path, *args, **kwargs)
-        if not all(self.on_learners(lambda learner: learner.is_restored)):
+        if not all(self.learners.each(lambda learner: learner.is_restored)):
             raise CheckpointError(f"{path}: a learner could not restore its part of the checkpoint; its log says why.")
         if self.config.zero_stage or (Path(path) / SHARDS).exists():
             check_shards(Path(path), self.config.num_learners if self.config.zero_stage else 0)
             for index in range(self.config.num_learners):
                 shard = ray.put(read_shard(Path(path), index))
-                self._on_learner(index, partial(_take_shards, shard))
+                self.learners.one(index, partial(take_shards, shard))
         self._ahead = {}
         self._sync()
 
-    def _check_facts(self, path: Path) -> None:
-        try:
-            written = json.loads((path / self.METADATA_FILE_NAME).read_text())
-        except (OSError, ValueError):
-            return
-        for name, fingerprint in written.get("data", {}).items():
-            if (mine := self._facts.get(name, fingerprint)) != fingerprint:
-                raise CheckpointError(
-                    f"{path}: the run that wrote it had other {name}: expected fingerprint {fingerprint[:12]}, found "
-                    f"{mine[:12]}. Give it the same, or start a new run from its policy folder with `llm`."
-                )
-        for package, theirs in written.get("versions", {}).items():
-            if (mine := versions().get(package)) != theirs:
-                log.warning("%s: written with %s %s, this is %s.", path, package, theirs, mine)
-
     # --- learners ------------------------------------------------------------------------------------------------
-
-    def on_learners(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Calls a function on all learners at once and returns what it returned, in their order.
-
-        Raises:
-            MHGPOError: a learner died, or whatever the function raised.
-        """
-        results = list(self.learner_group.foreach_learner(function))
-        errors = [result.get() for result in results if not result.ok]
-        if errors or len(results) != max(1, self.config.num_learners):
-            raise learner_failure(errors)
-        return [result.get() for result in results]
-
-    def _on_learner(self, index: int, function: Callable[[Any], Any]) -> Any:
-        """Calls a function that is not collective on one learner."""
-        (result,) = self.learner_group.foreach_learner(function, remote_actor_ids=[index])
-        if not result.ok:
-            raise learner_failure([result.get()])
-        return result.get()
-
-    def on_shards(
-        self, function: Callable[[Any, TrainBatch], Any], batch: TrainBatch, tree: NDArray[np.int64]
-    ) -> list[tuple[NDArray[np.int64], Any]]:
-        """Deals whole trees to the learners; returns what the function returned of each shard, and the shard's rows."""
-        if not self.config.num_learners:
-            return [(np.arange(len(batch)), self.on_learners(lambda learner: function(learner, batch))[0])]
-        lengths = zip(batch.prompts, batch.responses, strict=True)
-        tokens = np.array([len(prompt) + len(response) for prompt, response in lengths], dtype=np.int64)
-        shards = balanced_shards(tokens, tree, batch.steps, self.config.num_learners)
-        refs = [ray.put(batch.take(rows)) for rows in shards]
-        found = self.on_learners(lambda learner: function(learner, _shard_of(learner, refs)))
-        return list(zip(shards, found, strict=True))
 
     def _update(self, batch: TrainBatch, flat: FlatTrees) -> dict[str, Any]:
         """Updates on all learners; returns what one learner with the whole batch would."""
         timesteps = self._timesteps(len(flat.generations))
-        parts = self.on_shards(
+        parts = self.learners.each_shard(
             lambda learner, shard: learner.update(training_data=TrainingData(batch=shard), timesteps=timesteps),
             batch, flat.tree,
         )  # fmt: skip
@@ -451,7 +403,7 @@ class LLMAlgorithm(Algorithm):
     def _sync(self) -> None:
         """Hands the learners' weights to the runners, through the object store."""
         if not self.config.shares_module:
-            refs, self._sync_bytes = self.on_learners(lambda learner: learner.publish())[0]
+            refs, self._sync_bytes = self.learners.each(lambda learner: learner.publish())[0]
             self.pool.hand_over(Published(refs, self._updates))
 
     # --- inside --------------------------------------------------------------------------------------------------
@@ -523,7 +475,9 @@ class LLMAlgorithm(Algorithm):
         ones = np.ones(len(flat.generations))
         batch = TrainBatch.of(flat.generations, ones, ones, np.zeros(len(ones), dtype=np.int64))
         kl = np.zeros(len(batch))
-        for rows, found in self.on_shards(lambda learner, shard: learner.reference_kl(shard), batch, flat.tree):
+        for rows, found in self.learners.each_shard(
+            lambda learner, shard: learner.reference_kl(shard), batch, flat.tree
+        ):
             kl[rows] = found
         return self.config.kl_beta * kl
 
@@ -537,62 +491,6 @@ class LLMAlgorithm(Algorithm):
         started = time.perf_counter()
         yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
-
-
-def refuse_shared_gpus(places: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-    """Refuses two learners on one GPU, between which NCCL cannot talk.
-
-    Args:
-        places: of each learner its node and its GPUs.
-
-    Raises:
-        ConfigError: which learners share one.
-    """
-    for index, place in enumerate(places):
-        if place in places[:index]:
-            node, gpus = place
-            raise ConfigError(
-                f"config: num_gpus_per_learner: learners {places.index(place)} and {index} were both placed on GPU "
-                f"{', '.join(map(str, gpus))} of node {node[:8]}; give each more than 0.5 of a GPU."
-            )
-
-
-def versions() -> dict[str, str]:
-    """The packages that a run's numbers depend on."""
-    found = {}
-    for package in ("ray", "torch", "transformers", "rllib-mhgpo"):
-        with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found
-
-
-def learner_failure(errors: Sequence[Exception]) -> Exception:
-    """Returns what to raise when learners failed: their own error, or that one is gone.
-
-    Those that waited for it fail too, with an error of their connection.
-    """
-    causes = [getattr(error, "cause", None) or error for error in errors]
-    own = [cause for cause in causes if not isinstance(cause, RayError) and not _of_connection(cause)]
-    if own and not any(isinstance(error, RayActorError) for error in errors):
-        return own[0]
-    first = str(next(iter(errors), "it does not answer")).splitlines()[0]
-    return MHGPOError(
-        f"a learner process died ({first}). The last checkpoint is whole; go on from it with --resume. A common "
-        "cause is memory: see max_tokens_per_microbatch, gradient_checkpointing and deepspeed."
-    )
-
-
-def _of_connection(error: Exception) -> bool:
-    return isinstance(error, RuntimeError) and bool(re.search("gloo|nccl|connection", str(error), re.IGNORECASE))
-
-
-def _take_shards(shards: ray.ObjectRef, learner: Any) -> None:
-    learner.set_shards(ray.get(shards))
-
-
-def _shard_of(learner: Any, refs: Sequence[ray.ObjectRef]) -> TrainBatch:
-    shard: TrainBatch = ray.get(refs[learner._learner_index])
-    return shard
 
 
 def _apply_learning_rates(learner: Any) -> None:

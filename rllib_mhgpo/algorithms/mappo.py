@@ -144,7 +144,7 @@ class MAPPO(LLMAlgorithm):
         zeros = np.zeros(len(flat.generations))
         batch = TrainBatch.of(flat.generations, zeros, zeros, zeros.astype(np.int64), critic_prompts=prompts)
         result: list[Floats] = [np.zeros(0)] * len(batch)
-        for rows, found in self.on_shards(lambda learner, shard: learner.values(shard), batch, flat.tree):
+        for rows, found in self.learners.each_shard(lambda learner, shard: learner.values(shard), batch, flat.tree):
             for row, value in zip(rows.tolist(), found, strict=True):
                 result[row] = value.astype(np.float64)
         return result

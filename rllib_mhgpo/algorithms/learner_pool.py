@@ -1,0 +1,109 @@
+"""All learners as one: a function goes to each, whole questions are dealt, and a failure becomes one clear error."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import RayActorError, RayError
+from ray.rllib.core.learner.learner_group import LearnerGroup
+
+from rllib_mhgpo.errors import ConfigError, MHGPOError
+from rllib_mhgpo.packing import balanced_shards
+from rllib_mhgpo.train_batch import TrainBatch
+
+
+@dataclass(frozen=True)
+class LearnerPool:
+    """The learners of an RLlib group.
+
+    Attributes:
+        group: a local learner or remote ones.
+        count: how many remote ones there are; 0 where the learner is in this process.
+    """
+
+    group: LearnerGroup
+    count: int
+
+    def each(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Calls a function on all learners at once and returns what it returned, in their order.
+
+        Raises:
+            MHGPOError: a learner died, or whatever the function raised.
+        """
+        results = list(self.group.foreach_learner(function))
+        errors = [result.get() for result in results if not result.ok]
+        if errors or len(results) != max(1, self.count):
+            raise learner_failure(errors)
+        return [result.get() for result in results]
+
+    def one(self, index: int, function: Callable[[Any], Any]) -> Any:
+        """Calls a function that is not collective on one learner."""
+        (result,) = self.group.foreach_learner(function, remote_actor_ids=[index])
+        if not result.ok:
+            raise learner_failure([result.get()])
+        return result.get()
+
+    def each_shard(
+        self, function: Callable[[Any, TrainBatch], Any], batch: TrainBatch, tree: NDArray[np.int64]
+    ) -> list[tuple[NDArray[np.int64], Any]]:
+        """Deals whole trees to the learners; returns what the function returned of each shard, and the shard's rows."""
+        if not self.count:
+            return [(np.arange(len(batch)), self.each(lambda learner: function(learner, batch))[0])]
+        lengths = zip(batch.prompts, batch.responses, strict=True)
+        tokens = np.array([len(prompt) + len(response) for prompt, response in lengths], dtype=np.int64)
+        shards = balanced_shards(tokens, tree, batch.steps, self.count)
+        refs = [ray.put(batch.take(rows)) for rows in shards]
+        found = self.each(lambda learner: function(learner, _shard_of(learner, refs)))
+        return list(zip(shards, found, strict=True))
+
+
+def refuse_shared_gpus(places: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    """Refuses two learners on one GPU, between which NCCL cannot talk.
+
+    Args:
+        places: of each learner its node and its GPUs.
+
+    Raises:
+        ConfigError: which learners share one.
+    """
+    for index, place in enumerate(places):
+        if place in places[:index]:
+            node, gpus = place
+            raise ConfigError(
+                f"config: num_gpus_per_learner: learners {places.index(place)} and {index} were both placed on GPU "
+                f"{', '.join(map(str, gpus))} of node {node[:8]}; give each more than 0.5 of a GPU."
+            )
+
+
+def learner_failure(errors: Sequence[Exception]) -> Exception:
+    """Returns what to raise when learners failed: their own error, or that one is gone.
+
+    Those that waited for it fail too, with an error of their connection.
+    """
+    causes = [getattr(error, "cause", None) or error for error in errors]
+    own = [cause for cause in causes if not isinstance(cause, RayError) and not _of_connection(cause)]
+    if own and not any(isinstance(error, RayActorError) for error in errors):
+        return own[0]
+    first = str(next(iter(errors), "it does not answer")).splitlines()[0]
+    return MHGPOError(
+        f"a learner process died ({first}). The last checkpoint is whole; go on from it with --resume. A common "
+        "cause is memory: see max_tokens_per_microbatch, gradient_checkpointing and deepspeed."
+    )
+
+
+def _of_connection(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and bool(re.search("gloo|nccl|connection", str(error), re.IGNORECASE))
+
+
+def take_shards(shards: ray.ObjectRef, learner: Any) -> None:
+    """Hands a learner its part of the sharded optimisers."""
+    learner.set_shards(ray.get(shards))
+
+
+def _shard_of(learner: Any, refs: Sequence[ray.ObjectRef]) -> TrainBatch:
+    shard: TrainBatch = ray.get(refs[learner._learner_index])
+    return shard
