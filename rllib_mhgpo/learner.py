@@ -5,6 +5,7 @@ is the gradient of the whole. The algorithm's hook turns log-probabilities into 
 """
 
 import copy
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -19,9 +20,9 @@ from ray.rllib.core.learner.training_data import TrainingData
 from torch import Tensor
 
 from rllib_mhgpo.credit import along_trajectories
+from rllib_mhgpo.micro_batches import EMPTY, Laid, MicroBatches
 from rllib_mhgpo.modules import LLMRLModule
-from rllib_mhgpo.modules.llm_module import response_logprobs
-from rllib_mhgpo.packing import micro_batches, rectangle, right_pad
+from rllib_mhgpo.packing import Rows, right_pad
 from rllib_mhgpo.sharding import (
     Replica,
     ZeroShard,
@@ -32,10 +33,13 @@ from rllib_mhgpo.sharding import (
     leave_group,
     shard_frozen,
 )
-from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.train_batch import NOTHING, MicroBatch, TrainBatch
 
-ONE = np.zeros(1, dtype=np.int64)
+ENGINE_TOLERANCE = 1e-3
+"""Where engine and learner differ by more in the mean, log-probabilities are computed anew before an update."""
+
+
+log = logging.getLogger(__name__)
 
 
 class LLMLearner(TorchLearner):
@@ -46,10 +50,15 @@ class LLMLearner(TorchLearner):
         super().build()
         self.num_updates = self.skipped_in_a_row = 0
         self.is_restored = False
+        self.engine_differs = self.config.dtype != "float32"
 
     def _make_modules_ddp_if_necessary(self) -> None:
         """Makes of each model a replica or a shard; RLlib's DDP would average what has to be summed."""
         config, policy = self.config, self._policy()
+        sharing, adapters = policy.sharing(config.packing), (config.lora or {}).get("adapters", ())
+        if sharing.mode != config.packing:
+            log.warning("%s cannot share rows: packing is %s.", type(policy.llm).__name__, sharing.mode)
+        self.micro = MicroBatches(sharing, config.max_tokens_per_microbatch, adapters, self._device)
         for module_id in self.module.keys():  # noqa: SIM118  # a MultiRLModule is no dict
             if config.gradient_checkpointing:
                 self.module[module_id].checkpoint_gradients()
@@ -108,7 +117,8 @@ class LLMLearner(TorchLearner):
         self._check_is_built()
         self.before_gradient_based_update(timesteps=timesteps or {})
         self._weights_seq_no += 1
-        old_logprobs = self.logprobs(batch) if self.config.rollout_is_cap else batch.logprobs
+        old_logprobs = self.old_logprobs(batch)
+        self.micro.tokens.clear()
         first_pass: dict[str, NDArray[np.float64]] = {}
         self.not_finite = []
         norms, skipped = [], 0
@@ -116,7 +126,7 @@ class LLMLearner(TorchLearner):
             factors = np.ones(len(batch))
             for step in range(largest(int(batch.steps.max(initial=-1)) + 1, self._device)):
                 mine = batch.steps == step
-                rows = np.flatnonzero(mine & self.has_gradient(batch))
+                rows = self._step_rows(batch, step)
                 numbers = self.accumulate(batch.weighted(factors), rows, old_logprobs)
                 norm = self.step(is_empty=not largest(len(rows), self._device))
                 if batch.previous is not None:
@@ -128,6 +138,8 @@ class LLMLearner(TorchLearner):
                 for computed, found in ((rows, numbers), (beside, self.step_beside(batch, beside))):
                     for name, values in found.items() if epoch == 0 else ():
                         first_pass.setdefault(name, np.zeros(len(batch)))[computed] = values
+                if epoch == step == 0:
+                    self._watch_engine(batch, rows, numbers)
         trained = {"updated": self.has_gradient(batch), "measured": first_pass}
         self.after_gradient_based_update(timesteps=timesteps or {})
         self._refresh_reference()
@@ -137,7 +149,32 @@ class LLMLearner(TorchLearner):
             "skipped_steps": skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "not_finite": self.not_finite,
+            "tokens": dict(self.micro.tokens),
         }
+
+    def old_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """Returns log-probabilities before the update: the engine's, or in the layout of the update where they differ.
+
+        In bfloat16 two layouts of the same tokens differ by up to 0.2.
+        """
+        if not (self.config.rollout_is_cap or self.engine_differs):
+            return list(batch.logprobs)
+        result = list(batch.logprobs)
+        for step in range(largest(int(batch.steps.max(initial=-1)) + 1, self._device)):
+            self._fill(result, self._policy().llm, batch, self._step_rows(batch, step))
+        return result
+
+    def _step_rows(self, batch: TrainBatch, step: int) -> NDArray[np.int64]:
+        """The rows that an optimiser step computes."""
+        return np.flatnonzero((batch.steps == step) & self.has_gradient(batch))
+
+    def _watch_engine(
+        self, batch: TrainBatch, rows: NDArray[np.int64], numbers: Mapping[str, NDArray[np.float64]]
+    ) -> None:
+        """Notes whether the engine's log-probabilities were the learner's, before the weights moved."""
+        tokens = sum(len(batch.responses[row]) for row in rows)
+        difference = numbers.get("engine_logprob_diff", np.zeros(1)).sum() / max(1, tokens)
+        self.engine_differs = bool(largest(int(difference > ENGINE_TOLERANCE), self._device))
 
     def step_beside(self, batch: TrainBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
         """Trains what is beside the policy (a critic) on the rows of a step; returns what was measured, as a hook."""
@@ -155,8 +192,9 @@ class LLMLearner(TorchLearner):
     ) -> dict[str, NDArray[np.float64]]:
         """Adds the gradient of these rows; returns what the hook measured, one number a row, by name."""
         numbers: dict[str, NDArray[np.float64]] = {}
-        for part, is_last in self._in_step(self._parts(batch, rows)):
-            loss, measured = self._loss(batch, rows[part], old_logprobs or batch.logprobs)
+        for place, is_last in self._in_step(self.micro.cut(batch, rows)):
+            part = place.sequences
+            loss, measured = self._loss(self.micro.lay_out(batch, rows, place), old_logprobs or batch.logprobs)
             if not torch.isfinite(loss):
                 self.not_finite += rows[part].tolist()
                 loss = loss * float("nan")  # so that the gradient is not finite either, and no learner makes the step
@@ -165,31 +203,27 @@ class LLMLearner(TorchLearner):
                 numbers.setdefault(name, np.zeros(len(rows)))[part] = values.double().cpu().numpy()
         return numbers
 
-    def _loss(
-        self, batch: TrainBatch, rows: NDArray[np.int64], old_logprobs: Sequence[NDArray[np.float32]]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the hook's loss of some rows; of none, the loss of a row that weighs nothing."""
-        micro = self.forward(batch, rows, old_logprobs) if len(rows) else self.forward(NOTHING, ONE, NOTHING.logprobs)
+    def _loss(self, laid: Laid, old_logprobs: Sequence[NDArray[np.float32]]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Returns the hook's loss of a micro-batch."""
         found: tuple[Tensor, dict[str, Tensor]] = self.compute_loss_for_module(
-            module_id=DEFAULT_MODULE_ID, config=self.config, batch=micro, fwd_out={}
+            module_id=DEFAULT_MODULE_ID, config=self.config, batch=self.forward(laid, old_logprobs), fwd_out={}
         )
         return found
 
-    def _in_step(self, parts: list[NDArray[np.int64]]) -> Iterator[tuple[NDArray[np.int64], bool]]:
+    def _in_step(self, parts: list[Rows]) -> Iterator[tuple[Rows, bool]]:
         """Yields micro-batches and whether each is the last; where models are sharded, as many on every learner.
 
         What is missing is empty.
         """
         count = largest(len(parts), self._device) if self.config.zero_stage else len(parts)
         for number in range(count):
-            yield parts[number] if number < len(parts) else ONE[:0], number == count - 1
+            yield parts[number] if number < len(parts) else EMPTY, number == count - 1
 
-    def forward(
-        self, batch: TrainBatch, rows: NDArray[np.int64], old_logprobs: Sequence[NDArray[np.float32]]
-    ) -> MicroBatch:
-        """Runs policy and reference on some rows."""
-        tensors, mask = self._laid_out(batch, rows)
-        self._act_as(batch, rows)
+    def forward(self, laid: Laid, old_logprobs: Sequence[NDArray[np.float32]]) -> MicroBatch:
+        """Runs policy and reference on a micro-batch."""
+        batch, rows, tensors, mask = laid
+        old_logprobs = old_logprobs if batch is not NOTHING else NOTHING.logprobs
+        self._act_as(laid)
         tensors["entropy_grad"] = getattr(self.config, "entropy_coeff", 0.0) > 0
         out = self.module[DEFAULT_MODULE_ID].forward_train(tensors)
         old = self._tensor(right_pad([old_logprobs[i] for i in rows], mask.shape[1]))
@@ -207,7 +241,7 @@ class LLMLearner(TorchLearner):
         )
 
     def logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
-        """Returns log-probabilities of all responses under the present policy, in the layout of the update."""
+        """Returns log-probabilities of all responses under the present policy."""
         return self._all_logp(self._policy().llm, batch)
 
     def log_ratios(
@@ -317,51 +351,9 @@ class LLMLearner(TorchLearner):
         policy: LLMRLModule = self.module[DEFAULT_MODULE_ID]
         return policy
 
-    def _parts(
-        self, batch: TrainBatch, rows: NDArray[np.int64], prompts: Sequence[Tokens] = ()
-    ) -> list[NDArray[np.int64]]:
-        """Cuts rows into micro-batches; where agents have adapters of their own, of one agent each."""
-        prompts = prompts or batch.prompts
-        prompt_lengths = np.array([len(prompts[i]) for i in rows], dtype=np.int64)
-        response_lengths = np.array([len(batch.responses[i]) for i in rows], dtype=np.int64)
-        if not (self.config.lora or {}).get("adapters"):
-            return micro_batches(prompt_lengths, response_lengths, self.config.max_tokens_per_microbatch)
-        agents = np.array([batch.agents[i] for i in rows])
-        return [
-            mine[part]
-            for mine in (np.flatnonzero(agents == agent) for agent in self.config.lora["adapters"])
-            for part in micro_batches(
-                prompt_lengths[mine], response_lengths[mine], self.config.max_tokens_per_microbatch
-            )
-        ]
-
-    def _laid_out(
-        self, batch: TrainBatch, rows: NDArray[np.int64], prompts: Sequence[Tokens] = ()
-    ) -> tuple[dict[str, Any], Tensor]:
-        """Returns the rows as a rectangle of tensors, and the mask of the tokens that the policy said, (b, R).
-
-        Other prompts than the batch's may stand before the responses.
-        """
-        prompts = prompts or batch.prompts
-        layout = rectangle([prompts[i] for i in rows], [batch.responses[i] for i in rows])
-        tensors: dict[str, Any] = {
-            "tokens": self._tensor(layout.tokens),
-            "attention": self._tensor(layout.attention),
-            "positions": self._tensor(layout.positions),
-            "prompt_width": layout.prompt_width,
-        }
-        mask = layout.attention[:, layout.prompt_width :].astype(bool)
-        for place, row in enumerate(rows):
-            if batch.said and (said := batch.said[row]) is not None:
-                mask[place, : len(said)] &= said
-        return tensors, self._tensor(mask)
-
     def _logp(self, llm: torch.nn.Module, tensors: Mapping[str, Any], mask: Tensor) -> Tensor:
-        policy = self._policy()
         with torch.no_grad():
-            return response_logprobs(llm, tensors, policy.temperature, policy.precision())["logp"].masked_fill(
-                ~mask, 0.0
-            )
+            return self._policy().logprobs(llm, tensors)[0].masked_fill(~mask, 0.0)
 
     def _reference_logp(self, tensors: Mapping[str, Any], mask: Tensor) -> Tensor:
         """Log-probabilities of the policy that the run began with."""
@@ -370,27 +362,33 @@ class LLMLearner(TorchLearner):
         with self._policy().without_adapters():
             return self._logp(self._policy().llm, tensors, mask)
 
-    def _act_as(self, batch: TrainBatch, rows: NDArray[np.int64]) -> None:
+    def _act_as(self, laid: Laid) -> None:
         """Turns to the adapter of the agent whose rows these are."""
-        if batch.agents and len(rows):
-            self._policy().act_as(batch.agents[rows[0]])
+        if laid.batch.agents:
+            self._policy().act_as(laid.batch.agents[laid.rows[0]])
 
     def _passes(
         self, llm: torch.nn.Module, batch: TrainBatch, rows: NDArray[np.int64]
     ) -> Iterator[tuple[NDArray[np.int64], Tensor, Tensor]]:
         """Yields, a micro-batch at a time, which of the rows, their log-probabilities and mask, (b, R)."""
-        for part, _ in self._in_step(self._parts(batch, rows)):
-            tensors, mask = self._laid_out(batch, rows[part]) if len(part) else self._laid_out(NOTHING, ONE)
-            self._act_as(batch, rows[part])
-            logp = self._logp(llm, tensors, mask)
-            if len(part):
-                yield part, logp, mask
+        for part, _ in self._in_step(self.micro.cut(batch, rows)):
+            laid = self.micro.lay_out(batch, rows, part)
+            self._act_as(laid)
+            logp = self._logp(llm, laid.tensors, laid.mask)
+            if part.rows:
+                yield part.sequences, logp, laid.mask
+
+    def _fill(
+        self, result: list[NDArray[np.float32]], llm: torch.nn.Module, batch: TrainBatch, rows: NDArray[np.int64]
+    ) -> None:
+        """Puts a model's log-probabilities of some rows in their places."""
+        for part, logp, _ in self._passes(llm, batch, rows):
+            for row, values in zip(rows[part].tolist(), logp.cpu().numpy(), strict=True):
+                result[row] = values[: len(batch.responses[row])]
 
     def _all_logp(self, llm: torch.nn.Module, batch: TrainBatch) -> list[NDArray[np.float32]]:
         result: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch)
-        for part, logp, _ in self._passes(llm, batch, np.arange(len(batch))):
-            for row, values in zip(part.tolist(), logp.cpu().numpy(), strict=True):
-                result[row] = values[: len(batch.responses[row])]
+        self._fill(result, llm, batch, np.arange(len(batch)))
         return result
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:

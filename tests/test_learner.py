@@ -11,7 +11,7 @@ from ray.rllib.core.learner.training_data import TrainingData
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.algorithms.objective import PolicyLearner
 from rllib_mhgpo.credit import token_weights
-from rllib_mhgpo.packing import micro_batches, rectangle
+from rllib_mhgpo.packing import Rows, lay_out
 from rllib_mhgpo.sharding import cast_parameters
 from rllib_mhgpo.train_batch import TrainBatch
 from tests.toys import save_toy
@@ -44,9 +44,12 @@ def multi_spec(config: MHGPOConfig) -> Any:
 def make_batch(lengths: list[tuple[int, int]] = LENGTHS, seed: int = 0, **changes: Any) -> TrainBatch:
     rng = np.random.default_rng(seed)
     responses = [rng.integers(0, 256, r).astype(np.int32) for _, r in lengths]
+    prompts = [rng.integers(0, 256, p).astype(np.int32) for p, _ in lengths]
+    first: dict[int, int] = {}  # prompts of one length are the same prompt
+    prompts = [prompts[first.setdefault(len(prompt), i)] for i, prompt in enumerate(prompts)]
     agents, counts = np.arange(len(lengths)) % 2, np.array([r for _, r in lengths])
     fields: dict[str, Any] = {
-        "prompts": [rng.integers(0, 256, p).astype(np.int32) for p, _ in lengths],
+        "prompts": prompts,
         "responses": responses,
         "logprobs": [(-5 + rng.normal(size=len(r))).astype(np.float32) for r in responses],
         "advantages": rng.normal(size=len(lengths)),
@@ -116,20 +119,14 @@ def test_ten_tokens_in_two_unequal_parts_have_the_same_mean() -> None:
     assert per_token @ np.array([1 * 2, 0 * 8]) == pytest.approx(0.2)
 
 
-def test_every_row_is_in_one_micro_batch_within_the_budget() -> None:
-    rng = np.random.default_rng(0)
-    prompts, responses = rng.integers(1, 100, 200), rng.integers(1, 30, 200)
-    parts = micro_batches(prompts, responses, 300)
-    assert sorted(np.concatenate(parts).tolist()) == list(range(200))
-    assert all(len(p) * (prompts[p].max() + responses[p].max()) <= 300 for p in parts)
-
-
 def test_a_sampled_eos_counts_though_it_is_also_the_padding() -> None:
     """G14: response 5 7 2 of one row beside a response of five: mask 1 1 1 0 0."""
-    layout = rectangle(
-        [np.array([9], np.int32)] * 2, [np.array([5, 7, 2], np.int32), np.array([5, 7, 5, 5, 2], np.int32)]
+    responses = [np.array([5, 7, 2], np.int32), np.array([5, 7, 5, 5, 2], np.int32)]
+    layout = lay_out(
+        [np.array([9], np.int32)] * 2, responses, Rows([[0], [1]], "causal"), [np.ones(len(r), bool) for r in responses]
     )
-    assert layout.attention[:, layout.prompt_width :].tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]
+    assert layout.cells.tolist() == [0, 1, 2, 5, 6, 7, 8, 9]
+    assert layout.targets.tolist() == [5, 7, 2, 5, 7, 5, 5, 2]
 
 
 def update(learner: PolicyLearner, batch: TrainBatch) -> dict[str, Any]:
@@ -182,9 +179,7 @@ def test_the_ratio_moves_when_the_weights_do(folder: Path) -> None:
     """Identity 5: recorded log-probabilities of the policy itself give ratio 1, those of a perturbed one do not."""
     learner = make_learner(folder)
     batch = make_batch()
-    recorded = [
-        learner.forward(batch, np.array([i]), batch.logprobs).logp[0].detach().numpy() for i in range(len(batch))
-    ]
+    recorded = learner.logprobs(batch)
     fresh = make_batch(logprobs=recorded)
     result = update(learner, fresh)["rows"]["measured"]
     assert result["ratio_max"] == pytest.approx(np.ones(len(LENGTHS)), abs=1e-4)
@@ -259,12 +254,15 @@ def test_the_loss_is_that_of_an_independent_float64_version(folder: Path) -> Non
     with torch.no_grad():
         for parameter in learner.module["default_policy"].llm.parameters():
             parameter += 0.01 * torch.randn_like(parameter)
-    micro = learner.forward(batch, np.arange(len(batch)), batch.logprobs)
-    loss, _ = learner.compute_loss_for_module(
-        module_id="default_policy", config=learner.config, batch=micro, fwd_out={}
-    )
+    everyone, loss = np.arange(len(batch)), 0.0
+    for part in learner.micro.cut(batch, everyone):
+        micro = learner.forward(learner.micro.lay_out(batch, everyone, part), batch.logprobs)
+        found, _ = learner.compute_loss_for_module(
+            module_id="default_policy", config=learner.config, batch=micro, fwd_out={}
+        )
+        loss += float(found.detach())
     assert abs(numpy_loss(learner, batch)) > 1e-3
-    assert float(loss.detach()) == pytest.approx(numpy_loss(learner, batch), rel=1e-4, abs=1e-6)
+    assert loss == pytest.approx(numpy_loss(learner, batch), rel=1e-4, abs=1e-6)
 
 
 def test_gradient_checkpointing_computes_layers_twice_and_changes_nothing(folder: Path) -> None:
@@ -278,8 +276,8 @@ def test_gradient_checkpointing_computes_layers_twice_and_changes_nothing(folder
     found = gradient(learner, batch)
     with torch.no_grad():
         learner.logprobs(batch)
-    # one micro-batch: the policy, again in the backward pass, and for its log-probabilities
-    assert len(passes) == 3
+    # for each micro-batch: the policy, again in the backward pass, and for its log-probabilities
+    assert len(passes) == 3 * len(learner.micro.cut(batch, np.arange(len(batch))))
     assert torch.allclose(found, expected, atol=1e-6 * max(1, expected.abs().max().item()))
     assert not any(module.training for module in llm.modules())
 

@@ -7,12 +7,14 @@ tokenizer, one token a UTF-8 byte, so that lengths in tests can be counted by ha
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -36,6 +38,13 @@ LLAMA_SHAPE: dict[str, Any] = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }
+OTHERS: dict[str, dict[str, Any]] = {
+    "qwen2": LLAMA_SHAPE,
+    "mistral": {**LLAMA_SHAPE, "sliding_window": 16},
+    "granite": {**LLAMA_SHAPE, "logits_scaling": 4.0},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
+}
+"""Kinds of model that differ in what matters here: biases, a sliding window, logits scaled after the head, ALiBi."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -57,9 +66,7 @@ def toy_tokenizer(eos: bool = True, pad: bool = True, chat_template: bool = Fals
     return tokenizer
 
 
-def toy_model(
-    tokenizer: PreTrainedTokenizerBase, kind: Literal["llama", "gpt2"] = "llama", seed: int = 0
-) -> PreTrainedModel:
+def toy_model(tokenizer: PreTrainedTokenizerBase, kind: str = "llama", seed: int = 0) -> PreTrainedModel:
     """Returns a two-layer model of width 32 with 2 heads, float32, eval mode; gpt2 has learned absolute positions."""
     ids: dict[str, Any] = {
         "vocab_size": len(tokenizer),
@@ -76,15 +83,16 @@ def toy_model(
             model = GPT2LMHeadModel(
                 GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=1024, initializer_range=spread, **ids)
             )
+        elif kind in OTHERS:
+            config = AutoConfig.for_model(kind, **OTHERS[kind], initializer_range=spread, **ids)
+            model = AutoModelForCausalLM.from_config(config)
         else:
             model = LlamaForCausalLM(LlamaConfig(**LLAMA_SHAPE, initializer_range=spread, **ids))
     model.train(False)
     return model
 
 
-def save_toy(
-    folder: Path, kind: Literal["llama", "gpt2"] = "llama", seed: int = 0, chat_template: bool = False
-) -> Path:
+def save_toy(folder: Path, kind: str = "llama", seed: int = 0, chat_template: bool = False) -> Path:
     """Writes the toy as a Hugging Face folder (safetensors, tokenizer) and returns the folder."""
     tokenizer = toy_tokenizer(chat_template=chat_template)
     toy_model(tokenizer, kind, seed).save_pretrained(folder)

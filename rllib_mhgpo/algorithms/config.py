@@ -115,6 +115,10 @@ class LLMConfig(AlgorithmConfig):
         int | None, Field(ge=1, description="root inputs of an optimiser step, all when null")
     ] = None
     max_tokens_per_microbatch: Annotated[int, Field(ge=1, description="padded tokens of a forward pass")] = 8192
+    packing: Annotated[
+        Literal["auto", "shared", "plain", "off"],
+        Field(description="rows of a forward pass: prefixes shared where it pays, prompts shared, back to back, apart"),
+    ] = "auto"
     evaluation_questions: Annotated[
         int | None, Field(ge=1, description="dev root inputs of an evaluation, all when null")
     ] = None

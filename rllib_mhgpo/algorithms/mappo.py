@@ -24,13 +24,13 @@ from rllib_mhgpo.algorithms.mhgpo import by_question
 from rllib_mhgpo.algorithms.objective import PolicyLearner
 from rllib_mhgpo.credit import explained_variance, gae, gae_over_turns, group_advantages, whiten
 from rllib_mhgpo.errors import ConfigError
-from rllib_mhgpo.learner import ONE
 from rllib_mhgpo.llms import architecture, context_length
 from rllib_mhgpo.losses import clipped_value_loss
+from rllib_mhgpo.micro_batches import Laid
 from rllib_mhgpo.packing import right_pad
 from rllib_mhgpo.sharding import largest
 from rllib_mhgpo.spaces import Tokens
-from rllib_mhgpo.train_batch import NOTHING, TrainBatch
+from rllib_mhgpo.train_batch import TrainBatch
 from rllib_mhgpo.tree import FlatTrees
 
 CRITIC = "critic"
@@ -200,36 +200,36 @@ class MAPPOLearner(PolicyLearner):
     def values(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """Returns the critic's values before the response tokens that the policy said, (R_i,) each, 0 elsewhere."""
         result: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch)
-        for part, _ in self._in_step(self._parts(batch, np.arange(len(batch)), batch.critic_prompts)):
+        everyone = np.arange(len(batch))
+        for part, _ in self._in_step(self.micro.cut(batch, everyone, batch.critic_prompts)):
+            laid = self.micro.lay_out(batch, everyone, part, batch.critic_prompts)
             with torch.no_grad():
-                values, mask = self._critic(batch, part)
-            for row, found in zip(part.tolist(), values.masked_fill(~mask, 0.0).cpu().numpy(), strict=False):
+                values = self._critic(laid).masked_fill(~laid.mask, 0.0).cpu().numpy()
+            for row, found in zip(part.sequences.tolist(), values, strict=False):
                 result[row] = found[: len(batch.responses[row])]
         return result
 
     def step_beside(self, batch: TrainBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
         """Takes the critic's step; returns ``value_loss``, sums over response tokens."""
         measured = np.zeros(len(rows))
-        for part, is_last in self._in_step(self._parts(batch, rows, batch.critic_prompts)):
-            losses, weight = self._value_losses(batch, rows[part])
+        for part, is_last in self._in_step(self.micro.cut(batch, rows, batch.critic_prompts)):
+            losses, weight = self._value_losses(self.micro.lay_out(batch, rows, part, batch.critic_prompts))
             self.parallel[CRITIC].backward(self.config.vf_coeff * (losses * weight).sum(), is_last)
-            if len(part):
-                measured[part] = losses.detach().sum(1).double().cpu().numpy()
+            if part.rows:
+                measured[part.sequences] = losses.detach().sum(1).double().cpu().numpy()
         norm = self.step(CRITIC, is_empty=not largest(len(rows), self._device))
         self.critic_grad_norms += [] if norm is None else [norm]
         return {"value_loss": measured}
 
-    def _critic(self, batch: TrainBatch, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Values of some rows and their mask, (b, R); of none, those of a row that weighs nothing."""
-        batch, rows = (batch, rows) if len(rows) else (NOTHING, ONE)
-        tensors, mask = self._laid_out(batch, rows, batch.critic_prompts)
-        return self.module[CRITIC].forward_train(tensors)["values"], mask
+    def _critic(self, laid: Laid) -> Tensor:
+        """Values of a micro-batch, (b, R)."""
+        values: Tensor = self.module[CRITIC].forward_train(laid.tensors)["values"]
+        return values
 
-    def _value_losses(self, batch: TrainBatch, rows: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Losses by token (b, R) and weights (b, 1) of some rows."""
-        values, mask = self._critic(batch, rows)
-        batch, rows = (batch, rows) if len(rows) else (NOTHING, ONE)
-        width = mask.shape[1]
+    def _value_losses(self, laid: Laid) -> tuple[Tensor, Tensor]:
+        """Losses by token (b, R) and weights (b, 1) of a micro-batch."""
+        batch, rows, _, mask = laid
+        values, width = self._critic(laid), mask.shape[1]
         target = self._tensor(right_pad([batch.returns[i].astype(np.float32) for i in rows], width))
         old = self._tensor(right_pad([batch.values[i].astype(np.float32) for i in rows], width))
         losses = clipped_value_loss(values, old, target.nan_to_num(), self.config.value_clip)

@@ -114,7 +114,7 @@ class HFEngine:
         """Prefills the distinct prompts of the rows, then grows all rows until each has ended."""
         owners = list(dict.fromkeys(row.prompt for row in rows))
         steps = max(row.max_tokens for row in rows)
-        layout = rectangle([ids[owner] for owner in owners], [np.zeros(0, np.int32)] * len(owners))
+        layout = rectangle([ids[owner] for owner in owners])
         attention = self._tensor(layout.attention)
         out = self.model(
             input_ids=self._tensor(layout.tokens),
@@ -126,7 +126,7 @@ class HFEngine:
         )
         place = {owner: i for i, owner in enumerate(owners)}
         copies = self._tensor(np.array([place[row.prompt] for row in rows]))
-        state = _State(out.past_key_values, attention, layout.prompt_width, steps, copies)
+        state = _State(out.past_key_values, attention, attention.shape[1], steps, copies)
         uniforms = np.stack([np.pad(row.uniforms(), (0, steps - row.max_tokens)) for row in rows])
         logits, active = out.logits[:, -1].index_select(0, copies), np.arange(len(rows))
         for step in range(steps):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rllib_mhgpo.llms import load_critic, load_tokenizer
 from rllib_mhgpo.modules.llm_module import LLMRLModule
+from rllib_mhgpo.modules.scoring import head_of, response_values
 
 
 class LLMCriticModule(LLMRLModule):
@@ -25,21 +26,14 @@ class LLMCriticModule(LLMRLModule):
         self.dtype = getattr(torch, self.model_config.get("dtype", "float32"))
         self.gathered, self.recomputed, self.lora = {}, [], None
 
-    def _forward_train(self, batch: Mapping[str, Tensor], **kwargs: Any) -> dict[str, Tensor]:
+    def _forward_train(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Tensor]:
         """Values before each response token.
 
         Args:
-            batch: a :class:`rllib_mhgpo.packing.Rectangle` as tensors, by its fields.
+            batch: a :class:`rllib_mhgpo.packing.Layout` as tensors, by its fields.
 
         Returns:
-            ``values``, (B, R); columns past a response's end are meaningless.
+            ``values``, (b, R), 0 past a response's end.
         """
-        width = int(batch["prompt_width"])
         with self.precision(), self.recomputing():
-            out = (self.forward_through or self.llm)(
-                input_ids=batch["tokens"],
-                attention_mask=batch["attention"],
-                position_ids=batch["positions"],
-                use_cache=False,
-            )
-        return {"values": out.logits[:, width - 1 : -1, 0].float()}
+            return {"values": response_values(self.forward_through or self.llm, head_of(self.llm), batch)}

@@ -22,10 +22,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rllib_mhgpo.errors import CheckpointError
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer
 from rllib_mhgpo.llms.lora import activate, adapter_names, add_adapters, read_adapters, save_adapted
-from rllib_mhgpo.losses import token_logprobs
+from rllib_mhgpo.modules.scoring import head_of, is_head_last, longest_shared, response_logprobs, takes_trees
+from rllib_mhgpo.packing import Sharing
 from rllib_mhgpo.sharding import is_sharded, whole
 
 WEIGHTS = "*.safetensors"
+MOST_PADDING = (256, 4096)
+"""Tokens that cost as much as another pass, on a CPU (measured on two cores) and on a GPU (a guess)."""
 
 
 class LLMRLModule(TorchRLModule):
@@ -41,9 +44,11 @@ class LLMRLModule(TorchRLModule):
         tokenizer: its tokenizer.
         eos_ids: ids that end a response.
         forward_through: what runs the model when it is trained: DeepSpeed's engine, which counts micro-batches there.
+        in_pieces: whether the head's logits can be scored a piece at a time; see :meth:`sharing`.
     """
 
     forward_through: Callable[..., Any] | None = None
+    in_pieces: bool = True
 
     def setup(self) -> None:
         """Loads model and tokenizer."""
@@ -71,18 +76,45 @@ class LLMRLModule(TorchRLModule):
             logits = self.llm(input_ids=batch[Columns.OBS], logits_to_keep=1).logits[:, -1]
         return {Columns.ACTION_DIST_INPUTS: logits / self.temperature}
 
-    def _forward_train(self, batch: Mapping[str, Tensor], **kwargs: Any) -> dict[str, Tensor]:
-        """Log-probabilities of responses; the head runs on response positions only.
+    def _forward_train(self, batch: Mapping[str, Any], **kwargs: Any) -> dict[str, Tensor]:
+        """Log-probabilities of responses; the head runs before response tokens only.
 
         Args:
-            batch: a :class:`rllib_mhgpo.packing.Rectangle` as tensors, by its fields; ``entropy_grad`` keeps the
+            batch: a :class:`rllib_mhgpo.packing.Layout` as tensors, by its fields; ``entropy_grad`` keeps the
                 gradient of the entropy.
 
         Returns:
-            ``logp`` and ``entropy``, (B, R); columns past a response's end are meaningless.
+            ``logp`` and ``entropy``, (b, R), 0 past a response's end.
         """
         with self.recomputing():
-            return response_logprobs(self.forward_through or self.llm, batch, self.temperature, self.precision())
+            logp, entropy = self.logprobs(self.llm, batch, self.forward_through)
+        return {"logp": logp, "entropy": entropy}
+
+    def logprobs(
+        self, llm: torch.nn.Module, batch: Mapping[str, Any], through: Callable[..., Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what this model, or another of its architecture, says of responses; see ``_forward_train``."""
+        with self.precision():
+            return response_logprobs(
+                through or llm, head_of(llm), batch, self.temperature, batch.get("entropy_grad", False), self.in_pieces
+            )
+
+    def sharing(self, mode: str) -> Sharing:
+        """Finds out how responses can be scored, before the model is sharded; returns when they share rows.
+
+        A model that cannot share rows has rows back to back where its attention has kernels for that.
+        """
+        self.in_pieces = is_head_last(self.llm)
+        if mode in ("auto", "shared") and not takes_trees(self.llm):
+            mode = "plain" if "flash" in str(self.llm.config._attn_implementation) else "off"
+        config = self.llm.config.get_text_config()
+        body = sum(p.numel() for p in self.llm.parameters()) - sum(
+            table.weight.numel()
+            for table in {self.llm.get_input_embeddings(), self.llm.get_output_embeddings()} - {None}
+        )
+        # per token and layer: two operations a weight; four a key and channel
+        linear_cost = body / (2 * config.num_hidden_layers * config.hidden_size)
+        return Sharing(mode, linear_cost, longest_shared(self.llm), MOST_PADDING[self.llm.device.type != "cpu"])
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which forward passes run."""
@@ -219,24 +251,3 @@ def to_tensor(given: Any) -> Tensor:
     # arrays from Ray's object store are read-only, which from_numpy warns about
     tensor = torch.from_numpy(np.require(given, requirements="W"))
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
-
-
-def response_logprobs(
-    llm: Callable[..., Any],
-    batch: Mapping[str, Tensor],
-    temperature: float,
-    precision: contextlib.AbstractContextManager[Any],
-) -> dict[str, Tensor]:
-    """See :meth:`LLMRLModule._forward_train`."""
-    tokens, width = batch["tokens"], int(batch["prompt_width"])
-    keep = torch.arange(width - 1, tokens.shape[1] - 1, device=tokens.device)
-    with precision:
-        logits = llm(
-            input_ids=tokens,
-            attention_mask=batch["attention"],
-            position_ids=batch["positions"],
-            logits_to_keep=keep,
-            use_cache=False,
-        ).logits
-    logp, entropy = token_logprobs(logits, tokens[:, width:], temperature, bool(batch.get("entropy_grad", False)))
-    return {"logp": logp, "entropy": entropy}

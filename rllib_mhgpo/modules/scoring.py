@@ -1,0 +1,167 @@
+"""What a language model says about responses that are laid out in rows: log-probabilities, entropies, values.
+
+The head runs on the places before response tokens alone, a piece at a time, so that logits over the whole vocabulary
+exist for one piece only, forwards and backwards.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from rllib_mhgpo.losses import token_logprobs
+from rllib_mhgpo.packing import Layout, Rows, lay_out
+
+LOGITS_AT_ONCE = 1 << 25
+"""Most logits of a piece: 128 MiB in float32."""
+SAME = 1e-3
+"""Log-probabilities closer than this come from the same model."""
+Batch = Mapping[str, Any]
+
+
+def as_tensors(layout: Layout, device: torch.device) -> dict[str, Any]:
+    """Returns a layout's fields by name, arrays as tensors."""
+    return {
+        name: torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
+        for name, value in layout._asdict().items()
+    }
+
+
+def response_values(run: Callable[..., Any], head: torch.nn.Module, batch: Batch) -> Tensor:
+    """Returns what a head of one number says before each response token, (b, R), 0 past a response's end."""
+    with head_at(head, batch["before"], lambda forward, hidden: forward(hidden)):
+        return spread(_rows(run, batch)[0, :, 0].float(), batch)
+
+
+def response_logprobs(
+    run: Callable[..., Any],
+    head: torch.nn.Module,
+    batch: Batch,
+    temperature: float,
+    entropy_grad: bool = False,
+    in_pieces: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities of response tokens and the entropies they were drawn at, (b, R), 0 past the end.
+
+    Args:
+        run: the model, or what runs it.
+        head: the model's module that makes logits.
+        batch: a :class:`rllib_mhgpo.packing.Layout` as tensors.
+        in_pieces: score inside the head; not for models that scale or cap what it returns.
+    """
+
+    def score(logits: Tensor, targets: Tensor) -> Tensor:
+        return torch.stack(token_logprobs(logits, targets, temperature, entropy_grad), -1)
+
+    def score_pieces(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        size = max(1, LOGITS_AT_ONCE // head.get_parameter("weight").shape[0])
+        pieces = list(zip(torch.split(hidden[0], size), torch.split(batch["targets"], size), strict=True))
+        if len(pieces) == 1:
+            return score(forward(hidden[0]), batch["targets"])[None]
+        scored = [
+            checkpoint(lambda part, targets: score(forward(part), targets), *piece, use_reentrant=False)
+            for piece in pieces
+        ]
+        return torch.cat(scored)[None]
+
+    with head_at(head, batch["before"], score_pieces if in_pieces else lambda forward, hidden: forward(hidden)):
+        found = _rows(run, batch)[0]
+    logp, entropy = (found if in_pieces else score(found, batch["targets"])).unbind(-1)
+    return spread(logp, batch), spread(entropy, batch)
+
+
+def spread(values: Tensor, batch: Batch) -> Tensor:
+    """Puts values of response tokens, (N,), in their cells of (b, R), the others 0."""
+    height, width = batch["shape"]
+    return values.new_zeros(height * width).index_copy(0, batch["cells"], values).view(height, width)
+
+
+@contextmanager
+def head_at(
+    head: torch.nn.Module, places: Tensor, function: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+) -> Iterator[None]:
+    """The context in which a model's head is ``function`` of its own forward pass and (1, N, width) of its input.
+
+    Args:
+        places: (N,), which of the hidden states are kept, flat over rows and columns.
+    """
+    forward, own = head.forward, vars(head).get("forward")
+    head.forward = lambda hidden: function(forward, hidden.flatten(0, 1).index_select(0, places)[None])
+    try:
+        yield
+    finally:
+        del head.forward
+        if own is not None:
+            head.forward = own
+
+
+def _rows(run: Callable[..., Any], batch: Batch) -> Tensor:
+    """Runs the model on the rows; where a row does not branch, the model's own causal mask serves."""
+    more = {} if batch["attention"] == "causal" else {"position_ids": batch["positions"]}
+    if batch["attention"] == "tree":
+        more["attention_mask"] = tree_mask(batch["ends"])
+    logits: Tensor = run(input_ids=batch["tokens"], use_cache=False, **more).logits
+    return logits
+
+
+def tree_mask(ends: Tensor) -> Tensor:
+    """Returns which token sees which, (B, 1, T, T).
+
+    >>> tree_mask(torch.tensor([[3, 2, 3]])).int().tolist()  # two tokens after one
+    [[[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]]
+    """
+    place = torch.arange(ends.shape[1], device=ends.device)
+    return ((place <= place[:, None]) & (place[:, None] < ends[:, None, :]))[:, None]
+
+
+def head_of(llm: torch.nn.Module) -> torch.nn.Module:
+    """Returns the module that makes a model's logits, of words or of a single number."""
+    words = llm.get_output_embeddings()  # type: ignore[operator]
+    if words is not None:
+        return words  # type: ignore[no-any-return]
+    return next(getattr(llm, name) for name in ("score", "classifier") if hasattr(llm, name))  # type: ignore[no-any-return]
+
+
+def is_head_last(llm: torch.nn.Module) -> bool:
+    """Whether nothing changes logits after the head, so that they can be scored inside it; found by trying."""
+    return _same(_tried(llm, "causal", in_pieces=False), _tried(llm, "causal", in_pieces=True))
+
+
+def takes_trees(llm: PreTrainedModel) -> bool:
+    """Whether a model scores sequences that share a row as it scores them alone; found by trying.
+
+    A model whose attention knows only distances within a row (ALiBi), or that has states instead, does not.
+    """
+    if llm.config._attn_implementation != "sdpa":  # others take masks of their own kind
+        return False
+    try:
+        return _same(_tried(llm, "causal", in_pieces=False), _tried(llm, "tree", in_pieces=False))
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def longest_shared(llm: PreTrainedModel) -> float:
+    """Returns how long sequences may be that share a row: those that a sliding window does not cut."""
+    config = llm.config.get_text_config()
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return min((float(window) for window in windows if window), default=float("inf"))
+
+
+@torch.no_grad()
+def _tried(llm: torch.nn.Module, attention: Any, in_pieces: bool) -> Tensor:
+    """Log-probabilities of two responses to one prompt, and of a third to its beginning."""
+    prompts = [np.array(ids, np.int32) for ids in ([1, 2, 3], [1, 2, 3], [1, 2])]
+    responses = [np.array(ids, np.int32) for ids in ([4, 5, 6], [5, 7, 8, 9], [6, 1])]
+    rows = Rows([[2, 0, 1]] if attention == "tree" else [[2], [0], [1]], attention)
+    layout = lay_out(prompts, responses, rows, [np.ones(len(response), bool) for response in responses])
+    batch = as_tensors(layout, next(llm.parameters()).device)
+    return response_logprobs(llm, head_of(llm), batch, 1.0, in_pieces=in_pieces)[0]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() < SAME)
