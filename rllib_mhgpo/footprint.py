@@ -94,6 +94,31 @@ def key_value_cache(shape: Shape, tokens: int, number: int) -> float:
     return 2.0 * shape.layers * shape.kv_heads * shape.head * tokens * number
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a forward pass takes; arithmetic alone, in floating-point operations.
+
+    Attributes:
+        body: parameters that every token meets: all but embeddings and head.
+        head: parameters of the head.
+        attention: layers times width of all queries.
+    """
+
+    body: int
+    head: int
+    attention: int
+
+    def flops(self, tokens: int, seen: int, scored: int) -> int:
+        """Operations of one pass over ``tokens`` that see ``seen`` keys in all; the head runs on ``scored`` of them.
+
+        Two operations a weight; four a key and channel, for scores and for sums. Source: arXiv:2001.08361, table 1.
+
+        >>> Work(body=10, head=5, attention=2).flops(tokens=3, seen=6, scored=1)
+        118
+        """
+        return 2 * self.body * tokens + 4 * self.attention * seen + 2 * self.head * scored
+
+
 def generations(strategy: str, agents: int, group: int, probs: tuple[float, ...], counts: list[int] | None) -> float:
     """Returns how many responses one question costs, in the mean.
 

@@ -22,6 +22,8 @@ from torch import Tensor
 from rllib_mhgpo.credit import along_trajectories
 from rllib_mhgpo.micro_batches import EMPTY, Laid, MicroBatches
 from rllib_mhgpo.modules import LLMRLModule
+from rllib_mhgpo.modules.llm_module import work_of
+from rllib_mhgpo.modules.scoring import matmul_rate
 from rllib_mhgpo.packing import Rows, right_pad
 from rllib_mhgpo.sharding import (
     Replica,
@@ -58,7 +60,11 @@ class LLMLearner(TorchLearner):
         sharing, adapters = policy.sharing(config.packing), (config.lora or {}).get("adapters", ())
         if sharing.mode != config.packing:
             log.warning("%s cannot share rows: packing is %s.", type(policy.llm).__name__, sharing.mode)
-        self.micro = MicroBatches(sharing, config.max_tokens_per_microbatch, adapters, self._device)
+        self.micro = MicroBatches(
+            sharing, config.max_tokens_per_microbatch, adapters, work_of(policy.llm), self._device
+        )
+        self.flops_per_s = matmul_rate(self._device, policy.dtype)
+        self.passes = 3 + config.uses_reference  # a backward pass is two
         for module_id in self.module.keys():  # noqa: SIM118  # a MultiRLModule is no dict
             if config.gradient_checkpointing:
                 self.module[module_id].checkpoint_gradients()
@@ -118,7 +124,7 @@ class LLMLearner(TorchLearner):
         self.before_gradient_based_update(timesteps=timesteps or {})
         self._weights_seq_no += 1
         old_logprobs = self.old_logprobs(batch)
-        self.micro.tokens.clear()
+        self.micro.counts.clear()
         first_pass: dict[str, NDArray[np.float64]] = {}
         self.not_finite = []
         norms, skipped = [], 0
@@ -149,7 +155,7 @@ class LLMLearner(TorchLearner):
             "skipped_steps": skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "not_finite": self.not_finite,
-            "tokens": dict(self.micro.tokens),
+            "counts": {**self.micro.counts, "flops_per_s": self.flops_per_s},
         }
 
     def old_logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
@@ -194,7 +200,9 @@ class LLMLearner(TorchLearner):
         numbers: dict[str, NDArray[np.float64]] = {}
         for place, is_last in self._in_step(self.micro.cut(batch, rows)):
             part = place.sequences
-            loss, measured = self._loss(self.micro.lay_out(batch, rows, place), old_logprobs or batch.logprobs)
+            loss, measured = self._loss(
+                self.micro.lay_out(batch, rows, place, passes=self.passes), old_logprobs or batch.logprobs
+            )
             if not torch.isfinite(loss):
                 self.not_finite += rows[part].tolist()
                 loss = loss * float("nan")  # so that the gradient is not finite either, and no learner makes the step
@@ -240,9 +248,11 @@ class LLMLearner(TorchLearner):
             mask=mask,
         )
 
-    def logprobs(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
-        """Returns log-probabilities of all responses under the present policy."""
-        return self._all_logp(self._policy().llm, batch)
+    def logprobs(self, batch: TrainBatch, llm: torch.nn.Module | None = None) -> list[NDArray[np.float32]]:
+        """Returns log-probabilities of all responses under the present policy, or under another model."""
+        result: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch)
+        self._fill(result, llm or self._policy().llm, batch, np.arange(len(batch)))
+        return result
 
     def log_ratios(
         self, batch: TrainBatch, mine: NDArray[np.bool_], old_logprobs: Sequence[NDArray[np.float32]]
@@ -257,7 +267,7 @@ class LLMLearner(TorchLearner):
     def reference_kl(self, batch: TrainBatch) -> NDArray[np.float64]:
         """Returns the sum over each response of ``log-probability when sampled - that of the reference``, (B,)."""
         with nullcontext() if self.reference is not None else self._policy().without_adapters():
-            reference = self._all_logp(self.reference or self._policy().llm, batch)
+            reference = self.logprobs(batch, self.reference)
         said = batch.said or [None] * len(batch)
         differences = [mine - ref for mine, ref in zip(batch.logprobs, reference, strict=True)]
         return np.array([float((d if s is None else d[s]).sum()) for d, s in zip(differences, said, strict=True)])
@@ -385,11 +395,6 @@ class LLMLearner(TorchLearner):
         for part, logp, _ in self._passes(llm, batch, rows):
             for row, values in zip(rows[part].tolist(), logp.cpu().numpy(), strict=True):
                 result[row] = values[: len(batch.responses[row])]
-
-    def _all_logp(self, llm: torch.nn.Module, batch: TrainBatch) -> list[NDArray[np.float32]]:
-        result: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch)
-        self._fill(result, llm, batch, np.arange(len(batch)))
-        return result
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self._device)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.modules.scoring import as_tensors
 from rllib_mhgpo.packing import Rows, Sharing, lay_out, plan
 from rllib_mhgpo.spaces import Tokens
@@ -41,15 +42,19 @@ class MicroBatches:
         sharing: when sequences share a row.
         max_tokens: of a micro-batch, padding included.
         adapters: agents with an adapter of their own; a micro-batch has rows of one of them.
+        work: what a pass over tokens takes.
 
     Attributes:
-        tokens: how many were ``asked`` for since it was cleared, how many of them are ``distinct``, and how many were
-            ``computed``, padding included.
+        counts: tokens that were ``asked`` for since it was cleared, how many of them are ``distinct``, how many were
+            ``computed``, padding included, and the ``flops`` that the distinct ones need.
     """
 
-    def __init__(self, sharing: Sharing, max_tokens: int, adapters: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, sharing: Sharing, max_tokens: int, adapters: Sequence[str], work: Work, device: torch.device
+    ) -> None:
         self.sharing, self.max_tokens, self.adapters, self.device = sharing, max_tokens, adapters, device
-        self.tokens: Counter[str] = Counter()
+        self.work = work
+        self.counts: Counter[str] = Counter()
 
     def cut(self, batch: TrainBatch, rows: NDArray[np.int64], prompts: Sequence[Tokens] = ()) -> list[Rows]:
         """Cuts some rows, (n,), into micro-batches of places 0..n-1; other prompts may stand before the responses."""
@@ -62,8 +67,10 @@ class MicroBatches:
             parts += [part.renumbered(mine) for part in plan(asked, said, self.max_tokens, self.sharing)]
         return parts
 
-    def lay_out(self, batch: TrainBatch, rows: NDArray[np.int64], part: Rows, prompts: Sequence[Tokens] = ()) -> Laid:
-        """Lays out one of the micro-batches that :meth:`cut` made."""
+    def lay_out(
+        self, batch: TrainBatch, rows: NDArray[np.int64], part: Rows, prompts: Sequence[Tokens] = (), passes: int = 1
+    ) -> Laid:
+        """Lays out one of the micro-batches that :meth:`cut` made, for so many passes; a backward pass is two."""
         if not part.rows:
             batch, rows, part, prompts = NOTHING, ONE, Rows([[0]], "causal"), ()
         prompts = prompts or batch.prompts
@@ -72,9 +79,10 @@ class MicroBatches:
         mask = np.zeros(layout.shape[0] * layout.shape[1], dtype=bool)
         mask[layout.cells] = True
         rows = rows[part.sequences]
-        self.tokens["asked"] += sum(len(prompts[i]) + len(batch.responses[i]) for i in rows)
-        self.tokens["distinct"] += layout.num_tokens
-        self.tokens["computed"] += layout.tokens.size
+        self.counts["asked"] += sum(len(prompts[i]) + len(batch.responses[i]) for i in rows)
+        self.counts["distinct"] += layout.num_tokens
+        self.counts["computed"] += layout.tokens.size
+        self.counts["flops"] += passes * self.work.flops(layout.num_tokens, layout.num_seen, len(layout.targets))
         tensors = as_tensors(layout, self.device)
         return Laid(batch, rows, tensors, torch.from_numpy(mask).view(layout.shape).to(self.device))
 

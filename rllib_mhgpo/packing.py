@@ -79,6 +79,7 @@ class Layout(NamedTuple):
         targets: (N,), their ids.
         shape: (b, R).
         num_tokens: tokens without padding.
+        num_seen: tokens that these see, themselves included.
     """
 
     tokens: Ints
@@ -90,6 +91,7 @@ class Layout(NamedTuple):
     targets: Ints
     shape: tuple[int, int]
     num_tokens: int
+    num_seen: int
 
 
 class Rows(NamedTuple):
@@ -193,6 +195,7 @@ def lay_out(
         targets=np.concatenate([responses[i][said[i]] for i in order]).astype(np.int64),
         shape=(len(order), width),
         num_tokens=sum(len(row.tokens) for row in rows),
+        num_seen=sum(int(row.positions.sum()) + len(row.tokens) for row in rows),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.llms.lora import lora_settings
 from rllib_mhgpo.micro_batches import MicroBatches
 from rllib_mhgpo.modules import scoring
@@ -144,7 +145,7 @@ def test_shared_rows_have_fewer_tokens(folder: Path) -> None:
     batch, counts = tree_batch(), {}
     for mode in ("shared", "off"):
         learner = make_learner(folder, packing=mode, kl_beta=0.0)
-        counts[mode] = update(learner, batch)["tokens"]
+        counts[mode] = update(learner, batch)["counts"]
     assert counts["shared"]["asked"] == counts["off"]["asked"] == 40 * 4 + 24 + 2 + 42 + 34
     if "mistral" not in str(folder):
         # 0, 1, 2 and 7 share a prompt of 40 tokens, and 0 and 7 all; so do 3 and 4, and 5 and 6
@@ -243,6 +244,6 @@ def test_log_probabilities_are_computed_anew_where_the_engine_differs(tmp_path: 
 
 def test_micro_batches_of_agents_with_adapters_have_one_agent(tmp_path: Path) -> None:
     batch = tree_batch()
-    micro = MicroBatches(Sharing("shared"), 8192, ["a", "b"], torch.device("cpu"))
+    micro = MicroBatches(Sharing("shared"), 8192, ["a", "b"], Work(1, 1, 1), torch.device("cpu"))
     for part in micro.cut(batch, np.arange(9)):
         assert len({batch.agents[i] for i in part.sequences}) == 1

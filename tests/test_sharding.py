@@ -105,7 +105,7 @@ def skip_then_step(rank: int, folder: Path, given: dict[str, Any]) -> None:
     """The first update has a loss of NaN on learner 1 alone; the second is a good one."""
     for stage in STAGES:
         learner, rows = make(folder, stage, max_tokens_per_microbatch=20), np.array(SHARDS["even"][rank])
-        good = make_batch()
+        good = make_batch(logprobs=learner.logprobs(make_batch()))
         bad = replace(good, advantages=np.where(np.arange(len(good)) == 3, np.nan, good.advantages))
         kept, report = change(learner, bad.take(rows))
         moved, _ = change(learner, good.take(rows))
@@ -117,7 +117,8 @@ def skip_then_step(rank: int, folder: Path, given: dict[str, Any]) -> None:
 def test_a_loss_of_nan_on_one_learner_changes_nothing_on_any(folder: Path, tmp_path: Path) -> None:
     """R8 over learners: no step, no hang, and nothing of it is left in the step after."""
     in_two_processes(skip_then_step, folder, tmp_path, {"out": tmp_path})
-    expected, _ = change(make(folder, None), make_batch())
+    learner = make(folder, None)
+    expected, _ = change(learner, make_batch(logprobs=learner.logprobs(make_batch())))
     for stage in STAGES:
         found = np.load(tmp_path / f"{stage}.npz")
         assert found["skipped"].tolist() == [1, *[0] * len(expected)], stage

@@ -6,6 +6,7 @@ A subclass says how rewards become advantages; nothing else differs.
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -393,12 +394,14 @@ class LLMAlgorithm(Algorithm):
         _, first = parts[0]
         rows: dict[str, Any] = {"updated": np.zeros(len(batch), dtype=bool), "measured": {}}
         not_finite: list[int] = []
+        counts: Counter[str] = Counter()
         for shard, part in parts:
+            counts.update(part["counts"])
             rows["updated"][shard] = part["rows"]["updated"]
             not_finite += shard[part["not_finite"]].tolist()
             for name, values in part["rows"]["measured"].items():
                 rows["measured"].setdefault(name, np.zeros(len(batch)))[shard] = values
-        return {**first, "rows": rows, "not_finite": not_finite}
+        return {**first, "rows": rows, "not_finite": not_finite, "counts": counts}
 
     def _sync(self) -> None:
         """Hands the learners' weights to the runners, through the object store."""

@@ -213,7 +213,7 @@ class MAPPOLearner(PolicyLearner):
         """Takes the critic's step; returns ``value_loss``, sums over response tokens."""
         measured = np.zeros(len(rows))
         for part, is_last in self._in_step(self.micro.cut(batch, rows, batch.critic_prompts)):
-            losses, weight = self._value_losses(self.micro.lay_out(batch, rows, part, batch.critic_prompts))
+            losses, weight = self._value_losses(self.micro.lay_out(batch, rows, part, batch.critic_prompts, passes=3))
             self.parallel[CRITIC].backward(self.config.vf_coeff * (losses * weight).sum(), is_last)
             if part.rows:
                 measured[part.sequences] = losses.detach().sum(1).double().cpu().numpy()

@@ -72,10 +72,23 @@ def summarise(
         "num_voided": sum(len(tree.void) for tree in trees),
         "num_tokens_generated": generated,
         "num_tokens_trained": int(lengths[iteration.updated].sum()),
+        **_computed(update["counts"], seconds["update"]),
         "tokens_per_s": generated / seconds["total"],
         "generations_per_s": len(lengths) / seconds["total"],
         "peak_memory_gb": peak_memory() / 1e9,
         "time": {f"{phase}_s": float(seconds.get(phase, 0.0)) for phase in PHASES},
+    }
+
+
+def _computed(counts: Mapping[str, float], seconds: float) -> dict[str, float]:
+    """What an update computed; ``counts`` are those of the learners' micro-batches."""
+    if not counts.get("computed"):
+        return {"num_tokens_computed": 0, "shared_token_share": NAN, "padding_share": NAN, "mfu": NAN}
+    return {
+        "num_tokens_computed": int(counts["computed"]),
+        "shared_token_share": 1 - counts["distinct"] / counts["asked"],
+        "padding_share": 1 - counts["distinct"] / counts["computed"],
+        "mfu": counts["flops"] / seconds / counts["flops_per_s"],
     }
 
 

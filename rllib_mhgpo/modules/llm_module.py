@@ -17,9 +17,11 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rllib_mhgpo.errors import CheckpointError
+from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer
 from rllib_mhgpo.llms.lora import activate, adapter_names, add_adapters, read_adapters, save_adapted
 from rllib_mhgpo.modules.scoring import head_of, is_head_last, longest_shared, response_logprobs, takes_trees
@@ -107,13 +109,9 @@ class LLMRLModule(TorchRLModule):
         self.in_pieces = is_head_last(self.llm)
         if mode in ("auto", "shared") and not takes_trees(self.llm):
             mode = "plain" if "flash" in str(self.llm.config._attn_implementation) else "off"
-        config = self.llm.config.get_text_config()
-        body = sum(p.numel() for p in self.llm.parameters()) - sum(
-            table.weight.numel()
-            for table in {self.llm.get_input_embeddings(), self.llm.get_output_embeddings()} - {None}
-        )
-        # per token and layer: two operations a weight; four a key and channel
-        linear_cost = body / (2 * config.num_hidden_layers * config.hidden_size)
+        work = work_of(self.llm)
+        # attention compares at four operations a channel, weights take two
+        linear_cost = work.body / (2 * work.attention)
         return Sharing(mode, linear_cost, longest_shared(self.llm), MOST_PADDING[self.llm.device.type != "cpu"])
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -251,3 +249,12 @@ def to_tensor(given: Any) -> Tensor:
     # arrays from Ray's object store are read-only, which from_numpy warns about
     tensor = torch.from_numpy(np.require(given, requirements="W"))
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
+
+
+def work_of(llm: PreTrainedModel) -> Work:
+    """Returns what a pass of a model takes."""
+    config = llm.config.get_text_config()
+    tables = {llm.get_input_embeddings().weight, head_of(llm).get_parameter("weight")}
+    body = sum(parameter.numel() for parameter in llm.parameters()) - sum(table.numel() for table in tables)
+    queries = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    return Work(body, head_of(llm).get_parameter("weight").numel(), config.num_hidden_layers * queries)

@@ -4,6 +4,7 @@ The head runs on the places before response tokens alone, a piece at a time, so 
 exist for one piece only, forwards and backwards.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -165,3 +166,14 @@ def _tried(llm: torch.nn.Module, attention: Any, in_pieces: bool) -> Tensor:
 
 def _same(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() < SAME)
+
+
+@torch.no_grad()
+def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, times: int = 3) -> float:
+    """Returns the best rate of a large matrix product, in floating-point operations a second."""
+    one, best = torch.ones((size, size), device=device, dtype=dtype), float("inf")
+    for _ in range(times):
+        started = time.perf_counter()
+        (one @ one)[0, 0].item()
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
