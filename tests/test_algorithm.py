@@ -1,5 +1,6 @@
 """MHGPO as RLlib runs it: iterations, seeds, runners, checkpoints, configuration."""
 
+import gzip
 import json
 import subprocess
 from collections.abc import Callable
@@ -334,3 +335,26 @@ def test_bfloat16_runs_under_autocast_with_float32_weights(make: Make) -> None:
     assert result["ratio_mean"] == pytest.approx(1, abs=0.05)
     assert 0 < result["engine_logprob_diff"] < 0.1
     assert all(w.dtype == np.float32 and np.isfinite(w).all() for w in weights(algorithm).values())
+
+
+def test_the_second_iteration_is_traced_where_asked(make: Make) -> None:
+    algorithm = make(profile=True)
+    folder = Path(algorithm.logdir) / "profile"
+    algorithm.train()
+    assert not folder.exists()
+    result = algorithm.train()
+    events = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
+    assert {"sample", "update", "aten::mm"} <= {event.get("name") for event in events}
+    table = (folder / "phases.md").read_text()
+    assert f"| update | {result['time']['update_s']:.3f} |" in table
+    assert f" {result['num_tokens_computed']:,} " in table
+
+
+def test_a_row_says_what_the_update_computed(make: Make) -> None:
+    shared, apart = make(packing="shared").train(), make(packing="off").train()
+    assert shared["num_tokens_computed"] < apart["num_tokens_computed"]
+    # off: all that is left out are the last tokens of responses, one each
+    tokens = apart["num_generations"] * (apart["prompt_tokens"] + apart["response_tokens"])
+    assert apart["shared_token_share"] == pytest.approx(apart["num_generations"] / tokens, rel=1e-6)
+    assert 0 < apart["shared_token_share"] < shared["shared_token_share"] < 1
+    assert all(0 <= row["padding_share"] < 1 and 0 < row["mfu"] < 1 for row in (shared, apart))

@@ -86,7 +86,7 @@ def test_the_kl_can_be_taken_off_the_reward(make: Make) -> None:
     learner = algorithm.learner_group._learner
     ones = np.ones(27)
     batch = TrainBatch.of(moved.generations, ones, ones, np.zeros(27, dtype=np.int64))
-    reference = learner._all_logp(learner.reference, batch)
+    reference = learner.logprobs(batch, learner.reference)
     expected = [-0.5 * float((g.logprobs - ref).sum()) for g, ref in zip(moved.generations, reference, strict=True)]
     assert algorithm.assign_credit(moved)["reward_specific"] == pytest.approx(expected, abs=1e-4)
     assert max(map(abs, expected)) > 1e-2

@@ -169,6 +169,9 @@ class LLMConfig(AlgorithmConfig):
     record_mb: Annotated[
         float, Field(gt=0, description="most megabytes of a run's records; older iterations are thinned out")
     ] = 200.0
+    profile: Annotated[
+        bool, Field(description="trace the second iteration: profile/trace.json.gz and phases.md beside the results")
+    ] = False
     opponents: Annotated[
         dict[str, str],
         Field(description="who plays agents untrained: random, past, a checkpoint or model, module:function"),

@@ -1,6 +1,7 @@
 """All learners as one: a function goes to each, whole questions are dealt, and a failure becomes one clear error."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,21 @@ class LearnerPool:
         refs = [ray.put(batch.take(rows)) for rows in shards]
         found = self.each(lambda learner: function(learner, _shard_of(learner, refs)))
         return list(zip(shards, found, strict=True))
+
+
+def one_update(parts: Sequence[tuple[NDArray[np.int64], dict[str, Any]]], size: int) -> dict[str, Any]:
+    """Returns what one learner with all ``size`` rows would have returned, from those with a part of them each."""
+    rows: dict[str, Any] = {"updated": np.zeros(size, dtype=bool), "measured": {}}
+    not_finite: list[int] = []
+    counts: Counter[str] = Counter()
+    for shard, part in parts:
+        counts.update(part["counts"])
+        rows["updated"][shard] = part["rows"]["updated"]
+        not_finite += shard[part["not_finite"]].tolist()
+        for name, values in part["rows"]["measured"].items():
+            rows["measured"].setdefault(name, np.zeros(size))[shard] = values
+    _, first = parts[0]
+    return {**first, "rows": rows, "not_finite": not_finite, "counts": counts}
 
 
 def refuse_shared_gpus(places: Sequence[tuple[str, tuple[int, ...]]]) -> None:

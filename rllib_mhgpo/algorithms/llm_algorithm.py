@@ -6,7 +6,6 @@ A subclass says how rewards become advantages; nothing else differs.
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
 from ray.tune import PlacementGroupFactory
+from torch.profiler import record_function
 
 from rllib_mhgpo.alerts import new_alerts, numbers_by_path
 from rllib_mhgpo.algorithms import results
@@ -37,11 +37,14 @@ from rllib_mhgpo.algorithms.checkpoints import (
     write_shard,
 )
 from rllib_mhgpo.algorithms.config import LLMConfig
-from rllib_mhgpo.algorithms.learner_pool import LearnerPool, refuse_shared_gpus, take_shards
+from rllib_mhgpo.algorithms.guards import check_agents, guard
+from rllib_mhgpo.algorithms.learner_pool import LearnerPool, one_update, refuse_shared_gpus, take_shards
+from rllib_mhgpo.algorithms.profiling import TABLE, phase_table, traced
 from rllib_mhgpo.algorithms.recording import Recorder
 from rllib_mhgpo.algorithms.registration import import_named
+from rllib_mhgpo.algorithms.rewards import overlong_penalty, propagated
 from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
-from rllib_mhgpo.credit import AGGREGATIONS, propagate, token_weights
+from rllib_mhgpo.credit import token_weights
 from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
 from rllib_mhgpo.runner import IN_STEP, Published
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
@@ -85,33 +88,7 @@ class LLMAlgorithm(Algorithm):
 
     def check_agents(self) -> None:
         """Refuses keys that do not fit the environment's agents."""
-        limits = self.config.max_response_tokens
-        named = self.agents if isinstance(limits, int) else list(limits)
-        missing = [agent for agent in self.agents if agent not in named]
-        if missing:
-            raise ConfigError(f"config: max_response_tokens: no number for {missing}; agents: {self.agents}.")
-        strangers = [agent for agent in named if agent not in self.agents]
-        if strangers:
-            raise ConfigError(f"config: max_response_tokens: no agents {strangers}; agents: {self.agents}.")
-        config, count = self.config, len(self.agents)
-        for name, values in (("fork_probs", config.fork_probs), ("fork_counts", config.fork_counts)):
-            used = config.rollout_strategy == {"fork_probs": "rr"}.get(name, name)
-            if used and len(values or ()) != count:
-                raise ConfigError(
-                    f"config: {name}: expected {count} numbers, one for each of {self.agents}, found {values}."
-                )
-        strangers = [agent for agent in config.train_agents or [] if agent not in self.agents]
-        if strangers or config.train_agents == []:
-            raise ConfigError(f"config: train_agents: expected some of {self.agents}, found {config.train_agents}.")
-        strangers = [agent for agent in config.opponents if agent not in self.agents]
-        if strangers or set(config.opponents) == set(self.agents):
-            raise ConfigError(
-                f"config: opponents: expected some of {self.agents}, but not all, found {list(config.opponents)}."
-            )
-
-        adapters = (config.lora or {}).get("adapters")
-        if adapters is not None and sorted(adapters) != sorted(self.agents):
-            raise ConfigError(f"config: lora.adapters: expected the agents {self.agents}, found {adapters}.")
+        check_agents(self.config, self.agents)
 
     def strategy(self, iteration: int) -> Strategy:
         """Where an iteration's rollouts fork."""
@@ -128,8 +105,9 @@ class LLMAlgorithm(Algorithm):
 
     def rewards(self, flat: FlatTrees, rng: np.random.Generator) -> Credit:
         """Returns what each generation stands for: ``reward_shared``, ``reward_specific`` and their sum ``reward``."""
-        specific = flat.specific + self._overlong_penalty(flat) - self._kl_penalty(flat)
-        shared = self._propagated(flat, specific, rng)
+        limits, width = self.config.max_response_tokens, self.config.overlong_penalty_tokens
+        specific = flat.specific + overlong_penalty(flat, limits, width) - self._kl_penalty(flat)
+        shared = propagated(flat, specific, self.config, rng)
         return {"reward": shared + specific, "reward_shared": shared, "reward_specific": specific}
 
     def counted(self, flat: FlatTrees) -> NDArray[np.bool_]:
@@ -177,29 +155,6 @@ class LLMAlgorithm(Algorithm):
         self._tokens_generated += sum(g.num_tokens for tree in trees.values() for g in tree.generations)
         return [trees[root] for root in roots]
 
-    def _guard(self, columns: dict[str, Any], update: dict[str, Any], culprits: list[tuple[int, str]]) -> None:
-        """Warns of skipped steps and stops a run that is lost.
-
-        Raises:
-            MHGPOError: too many skipped steps in a row, the KL or the entropy beyond the bound that was set.
-        """
-        config, where = self.config, f"iteration {self.iteration + 1}"
-        if update["skipped_steps"]:
-            named = ", ".join(f"question {root} ({agent})" for root, agent in culprits[:4])
-            among = f"; the loss was not finite in a micro-batch with {named}" if named else ""
-            log.warning("%s: %d optimiser steps skipped: no finite gradient%s.", where, update["skipped_steps"], among)
-        if update["skipped_in_a_row"] >= config.max_skipped_steps:
-            raise MHGPOError(
-                f"{where}: {update['skipped_in_a_row']} optimiser steps in a row had no finite gradient; the weights "
-                "are those before. Go on from the last checkpoint with a lower lr, or look at rewards and model files."
-            )
-        if config.max_kl is not None and columns["kl"] > config.max_kl:
-            raise MHGPOError(f"{where}: KL to the reference {columns['kl']:.4g} is above max_kl = {config.max_kl:g}.")
-        if config.min_entropy is not None and columns["entropy"] < config.min_entropy:
-            raise MHGPOError(
-                f"{where}: entropy {columns['entropy']:.4g} is below min_entropy = {config.min_entropy:g}."
-            )
-
     # --- RLlib's life of an algorithm ----------------------------------------------------------------------------
 
     @classmethod
@@ -243,6 +198,15 @@ class LLMAlgorithm(Algorithm):
         """Deals roots, samples trees, gives credit, updates, syncs; see docs/algorithm.md."""
         if not self._dev_start and self.num_dev_roots and self.config.evaluation_interval:
             self._dev_start = self.evaluate()
+        # the second iteration: what happens only once is over
+        profile = Path(self.logdir) / "profile" if self.config.profile and self.iteration == 1 else None
+        with traced(profile):
+            self._iteration_results = self._iterate()
+        if profile is not None:
+            (profile / TABLE).write_text(phase_table(self._iteration_results) + "\n")
+
+    def _iterate(self) -> dict[str, Any]:
+        """Makes one iteration; returns its columns, without dev scores."""
         self._seconds, self._tokens_generated, self._staleness = {}, 0, 0
         started = time.perf_counter()
         with self._clock("sample"):
@@ -271,15 +235,14 @@ class LLMAlgorithm(Algorithm):
             seconds,
             self._tokens_generated,
         )
-        self._guard(
-            columns, update, [(trees[flat.tree[row]].root, flat.generations[row].agent) for row in update["not_finite"]]
-        )
+        culprits = [(trees[flat.tree[row]].root, flat.generations[row].agent) for row in update["not_finite"]]
+        guard(self.config, f"iteration {self.iteration + 1}", columns, update, culprits)
         scale = {
             "staleness": self._staleness,
             "num_replaced_runners": self.pool.num_replaced,
             "sync_mb": self._sync_bytes / 1e6,
         }
-        self._iteration_results = merged({**columns, **scale}, self.more_columns(flat, credit, update))
+        return merged({**columns, **scale}, self.more_columns(flat, credit, update))
 
     def step(self) -> dict[str, Any]:
         """One iteration's results: RLlib's own, and the columns of docs/metrics.md."""
@@ -391,17 +354,7 @@ class LLMAlgorithm(Algorithm):
             lambda learner, shard: learner.update(training_data=TrainingData(batch=shard), timesteps=timesteps),
             batch, flat.tree,
         )  # fmt: skip
-        _, first = parts[0]
-        rows: dict[str, Any] = {"updated": np.zeros(len(batch), dtype=bool), "measured": {}}
-        not_finite: list[int] = []
-        counts: Counter[str] = Counter()
-        for shard, part in parts:
-            counts.update(part["counts"])
-            rows["updated"][shard] = part["rows"]["updated"]
-            not_finite += shard[part["not_finite"]].tolist()
-            for name, values in part["rows"]["measured"].items():
-                rows["measured"].setdefault(name, np.zeros(len(batch)))[shard] = values
-        return {**first, "rows": rows, "not_finite": not_finite, "counts": counts}
+        return one_update(parts, len(batch))
 
     def _sync(self) -> None:
         """Hands the learners' weights to the runners, through the object store."""
@@ -418,7 +371,7 @@ class LLMAlgorithm(Algorithm):
 
     def _record_dev(self, trees: Sequence[RolloutTree]) -> None:
         flat = flatten(trees, self.agents)
-        shared = self._propagated(flat, flat.specific, np.random.default_rng(self.run_seed))
+        shared = propagated(flat, flat.specific, self.config, np.random.default_rng(self.run_seed))
         earned = {"reward": shared + flat.specific, "reward_shared": shared, "reward_specific": flat.specific}
         self.recorder.write("dev", self._updates, trees, flat, earned)
 
@@ -448,29 +401,6 @@ class LLMAlgorithm(Algorithm):
                 f"set, found {wanted}."
             )
 
-    def _propagated(
-        self, flat: FlatTrees, specific: NDArray[np.float64], rng: np.random.Generator
-    ) -> NDArray[np.float64]:
-        own = (np.arange(len(flat.team)), flat.team)
-        earned = flat.shared.copy()
-        if self.config.propagate_specific:
-            earned[own] += specific
-        aggregate = import_named("reward_aggregation", self.config.reward_aggregation, AGGREGATIONS)
-        total: NDArray[np.float64] = propagate(flat.edges, earned, aggregate, rng)[own]
-        return total - specific if self.config.propagate_specific else total
-
-    def _overlong_penalty(self, flat: FlatTrees) -> NDArray[np.float64]:
-        """From 0, ``overlong_penalty_tokens`` before a response's limit, down to -1 at it (DAPO, equation 13)."""
-        width = self.config.overlong_penalty_tokens
-        if width == 0:
-            return np.zeros(len(flat.generations))
-        limits = self.config.max_response_tokens
-        length = np.array([generation.num_tokens for generation in flat.generations])
-        given = [limits if isinstance(limits, int) else limits[g.agent] for g in flat.generations]
-        limit = np.where([g.truncated for g in flat.generations], length, given)
-        penalty: NDArray[np.float64] = -np.clip((length - (limit - width)) / width, 0.0, 1.0)
-        return penalty
-
     def _kl_penalty(self, flat: FlatTrees) -> NDArray[np.float64]:
         """``kl_beta`` times the summed k1 estimate of each response, where the KL is part of the reward."""
         if not self.config.kl_in_reward:
@@ -492,7 +422,8 @@ class LLMAlgorithm(Algorithm):
     @contextmanager
     def _clock(self, phase: str) -> Iterator[None]:
         started = time.perf_counter()
-        yield
+        with record_function(phase):
+            yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
 

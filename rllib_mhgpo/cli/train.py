@@ -87,6 +87,10 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     "scheduler_config": (Annotated[str | None, typer.Option(help="The scheduler's arguments, as JSON.")], None),
     "search_alg": (Annotated[str | None, typer.Option(help="Tune search algorithm, such as optuna.")], None),
     "search_alg_config": (Annotated[str | None, typer.Option(help="The search algorithm's arguments, as JSON.")], None),
+    "profile": (
+        Annotated[bool, typer.Option("--profile", help="Trace the second iteration, for chrome://tracing.")],
+        False,
+    ),
     "logger": (
         Annotated[list[str] | None, typer.Option(help="Log to wandb, mlflow or aim too. Repeatable.")],
         None,
@@ -197,6 +201,8 @@ def apply_options(experiment: Experiment, chosen: Mapping[str, Any]) -> Experime
     made: Experiment = {key: dict(value) if isinstance(value, dict) else value for key, value in experiment.items()}
     if chosen["env"]:
         made["config"]["env"] = chosen["env"]
+    if chosen["profile"]:
+        made["config"]["profile"] = True
     if chosen["stop"]:
         made["stop"] = read_json(chosen["stop"], "--stop")
     given = {

@@ -1,0 +1,68 @@
+"""What is refused before a run begins, and what stops one that is lost."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.errors import ConfigError, MHGPOError
+
+log = logging.getLogger(__name__)
+
+
+def check_agents(config: LLMConfig, agents: Sequence[str]) -> None:
+    """Refuses keys that do not fit the environment's agents."""
+    limits = config.max_response_tokens
+    named = agents if isinstance(limits, int) else list(limits)
+    missing = [agent for agent in agents if agent not in named]
+    if missing:
+        raise ConfigError(f"config: max_response_tokens: no number for {missing}; agents: {list(agents)}.")
+    strangers = [agent for agent in named if agent not in agents]
+    if strangers:
+        raise ConfigError(f"config: max_response_tokens: no agents {strangers}; agents: {list(agents)}.")
+    count = len(agents)
+    for name, values in (("fork_probs", config.fork_probs), ("fork_counts", config.fork_counts)):
+        used = config.rollout_strategy == {"fork_probs": "rr"}.get(name, name)
+        if used and len(values or ()) != count:
+            raise ConfigError(
+                f"config: {name}: expected {count} numbers, one for each of {list(agents)}, found {values}."
+            )
+    strangers = [agent for agent in config.train_agents or [] if agent not in agents]
+    if strangers or config.train_agents == []:
+        raise ConfigError(f"config: train_agents: expected some of {list(agents)}, found {config.train_agents}.")
+    strangers = [agent for agent in config.opponents if agent not in agents]
+    if strangers or set(config.opponents) == set(agents):
+        raise ConfigError(
+            f"config: opponents: expected some of {list(agents)}, but not all, found {list(config.opponents)}."
+        )
+
+    adapters = (config.lora or {}).get("adapters")
+    if adapters is not None and sorted(adapters) != sorted(agents):
+        raise ConfigError(f"config: lora.adapters: expected the agents {list(agents)}, found {adapters}.")
+
+
+def guard(
+    config: LLMConfig,
+    where: str,
+    columns: Mapping[str, Any],
+    update: Mapping[str, Any],
+    culprits: Sequence[tuple[int, str]],
+) -> None:
+    """Warns of skipped steps and stops a run that is lost.
+
+    Raises:
+        MHGPOError: too many skipped steps in a row, the KL or the entropy beyond the bound that was set.
+    """
+    if update["skipped_steps"]:
+        named = ", ".join(f"question {root} ({agent})" for root, agent in culprits[:4])
+        among = f"; the loss was not finite in a micro-batch with {named}" if named else ""
+        log.warning("%s: %d optimiser steps skipped: no finite gradient%s.", where, update["skipped_steps"], among)
+    if update["skipped_in_a_row"] >= config.max_skipped_steps:
+        raise MHGPOError(
+            f"{where}: {update['skipped_in_a_row']} optimiser steps in a row had no finite gradient; the weights "
+            "are those before. Go on from the last checkpoint with a lower lr, or look at rewards and model files."
+        )
+    if config.max_kl is not None and columns["kl"] > config.max_kl:
+        raise MHGPOError(f"{where}: KL to the reference {columns['kl']:.4g} is above max_kl = {config.max_kl:g}.")
+    if config.min_entropy is not None and columns["entropy"] < config.min_entropy:
+        raise MHGPOError(f"{where}: entropy {columns['entropy']:.4g} is below min_entropy = {config.min_entropy:g}.")
