@@ -1,6 +1,6 @@
 """The gradient of a run's own rows by kinds of packing: ``python benchmarks/packing.py TRIAL --iterations 2 3 4``.
 
-Reads the trees that a trial recorded (``record_share`` of them), and computes the gradient of all their generations with
+Reads the trees that a trial recorded (``record_share`` of them) and computes the gradient of all their generations with
 each kind of packing in turn. Prints medians, ratios to ``off``, tokens, and how far the gradients are apart.
 """
 

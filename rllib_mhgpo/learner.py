@@ -88,7 +88,7 @@ class LLMLearner(TorchLearner):
     def configure_optimizers_for_module(self, module_id: str, config: Any = None) -> None:
         """AdamW without weight decay."""
         params = [param for param in self.get_parameters(self._module[module_id]) if param.requires_grad]
-        optimizer = torch.optim.AdamW(params, betas=(0.9, 0.999), weight_decay=0.0)
+        optimizer = torch.optim.AdamW(params, betas=(0.9, 0.999), weight_decay=0.0, fused=True)
         self.register_optimizer(
             module_id=module_id,
             optimizer=optimizer,

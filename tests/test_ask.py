@@ -8,11 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_mhgpo.cli import app
+from rllib_mhgpo.cli.ask import unknown_words
 from rllib_mhgpo.cli.evaluate import question_sets
 from rllib_mhgpo.data import Corpus
-from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.errors import ConfigError, RetrievalError
+from rllib_mhgpo.llms import load_tokenizer
 from rllib_mhgpo.retrieval import build_retriever, save_retriever
-from tests.toys import PROMPTS, toy_questions
+from rllib_mhgpo.retrieval.store import read_meta
+from tests.toys import PROMPTS, toy_questions, toy_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +123,17 @@ def test_sets_of_questions() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             question_sets(questions, corpora)
+
+
+def test_words_that_the_policy_does_not_know_are_named() -> None:
+    tokenizer = load_tokenizer("tiny")
+    assert unknown_words(tokenizer, "Where was Einstein born?") == ["Einstein"]
+    assert unknown_words(tokenizer, "In which town was the person behind the film Amber Tower born?") == []
+    assert unknown_words(toy_tokenizer(), "Where was Einstein born?") == []
+
+
+def test_what_is_no_index_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(RetrievalError, match="no such folder"):
+        read_meta(tmp_path / "nowhere")
+    with pytest.raises(RetrievalError, match=r"a folder without meta\.json"):
+        read_meta(tmp_path)

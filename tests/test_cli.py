@@ -302,6 +302,8 @@ def test_a_row_keeps_the_last_dev_score_and_knows_the_time_left() -> None:
         "elapsed": "0:30",
         "left": "0:10",
     }
+    row.add({"training_iteration": 3, "dev": {"iteration": 2}})
+    assert row.cells()["dev F1"] == "0.500 after 2"
     row.checkpoint = "/results/checkpoint_000002"
     assert row.summary(95) == (
         "dev F1 0.250 -> 0.500 (EM 0.125 -> 0.375), 3 iterations, 1:35, checkpoint /results/checkpoint_000002"
@@ -316,3 +318,9 @@ def test_reasons_are_found_in_tracebacks_from_other_processes() -> None:
     assert own_message(wrapped) == "a.json, record 3:\nno answer."
     assert own_message("ValueError: other") is None
     assert last_error("KeyError: 'x'\n\nThe above ...:\n\nRuntimeError\n") == "KeyError: 'x'"
+
+
+def test_a_resumed_run_is_not_given_another_end() -> None:
+    told = CliRunner().invoke(app, ["train", "--algo", "MHGPO", "--stop", '{"training_iteration": 2}', "--resume"])
+    assert told.exit_code == 1
+    assert "leave --stop out" in told.output

@@ -47,6 +47,11 @@ def ask(
         if text is None:
             return
         if question is not None or text.strip():
+            if strange := unknown_words(opened.env.unwrapped.tokenizer, text):
+                words = ", ".join(strange[:8])
+                typer.echo(
+                    f"warning: the policy's tokenizer does not know: {words}. The answer ignores them.", err=True
+                )
             tell(answer(opened, text), as_json)
         if question is not None:
             return
@@ -67,6 +72,14 @@ def searching(index: str | None) -> dict[str, Any]:
         )
     none = Questions([Question("none", "none", ("",))], "no questions")
     return {"retriever": index, "corpus": None, "questions": none, "dev_questions": None}
+
+
+def unknown_words(tokenizer: Any, text: str) -> list[str]:
+    """Returns the words that a policy reads as unknown; tiny ones know those of their world alone."""
+    if tokenizer.unk_token_id is None:
+        return []
+    words = text.replace("?", " ").split()
+    return [word for word in words if tokenizer.unk_token_id in tokenizer(word, add_special_tokens=False)["input_ids"]]
 
 
 def answer(system: "System", question: str) -> dict[str, Any]:

@@ -74,7 +74,8 @@ class Row:
         cells = {"iteration": f"{self.iteration}/{limit:g}" if limit else str(self.iteration)}
         for heading, key, form in COLUMNS:
             if key in self.latest:
-                cells[heading] = format(self.latest[key], form)
+                of = self.latest.get("dev/iteration", self.iteration) if key.startswith("dev/") else self.iteration
+                cells[heading] = format(self.latest[key], form) + (f" after {of:.0f}" if of != self.iteration else "")
         cells["elapsed"] = clock(self.latest.get("time_total_s", 0.0))
         cells["left"] = "?" if left is None else clock(left)
         return cells
@@ -154,7 +155,9 @@ class Progress(Callback):
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Shows the trial from its start on."""
         self.trials = trials
-        self.row(trial)
+        label = f"[{self.row(trial).name}] " if len(trials) > 1 else ""
+        if not self.live:
+            self.console.print(f"{label}starting; a line follows after each iteration", **PLAIN)
 
     def on_trial_result(
         self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **info: Any

@@ -203,6 +203,8 @@ def apply_options(experiment: Experiment, chosen: Mapping[str, Any]) -> Experime
         made["config"]["env"] = chosen["env"]
     if chosen["profile"]:
         made["config"]["profile"] = True
+    if chosen["stop"] and chosen["resume"]:
+        raise ConfigError("--stop: a resumed experiment ends where it was told to at its start; leave --stop out.")
     if chosen["stop"]:
         made["stop"] = read_json(chosen["stop"], "--stop")
     given = {

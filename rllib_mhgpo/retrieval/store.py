@@ -152,6 +152,9 @@ def read_meta(folder: Path) -> dict[str, Any]:
     """
     if not (folder / META).is_file() and (folder / BUILDING).is_file():
         raise RetrievalError(f"{folder}: the index is not complete. Give the command that builds it once more.")
+    if not (folder / META).is_file():
+        there = f"a folder without {META}" if folder.is_dir() else "no such folder"
+        raise RetrievalError(f"{folder}: expected the folder of an index, found {there}. rllib index build makes one.")
     meta = read_json(folder / META)
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
         found = meta.get("format") if isinstance(meta, dict) else meta
