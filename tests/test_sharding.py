@@ -16,6 +16,7 @@ from torch.multiprocessing.spawn import spawn
 
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.algorithms.objective import PolicyLearner
+from rllib_mhgpo.modules import scoring
 from rllib_mhgpo.train_batch import TrainBatch
 from tests.test_learner import make_batch, multi_spec
 from tests.toys import save_toy
@@ -71,6 +72,8 @@ def change(learner: PlainSGD, batch: TrainBatch) -> tuple[dict[str, NDArray[Any]
 
 
 def update_a_shard(rank: int, folder: Path, given: dict[str, Any]) -> None:
+    """Rows that share prompts, and a head that runs in pieces of four tokens."""
+    scoring.LOGITS_AT_ONCE = 4 * 258
     for stage in STAGES:
         for name, shards in SHARDS.items():
             moved, report = change(
