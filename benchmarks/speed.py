@@ -4,8 +4,9 @@ TRL stands in an environment of its own: ``python -m venv trl && trl/bin/pip ins
 sides load one model folder and get the same prompts, group sizes, response lengths, threads and dtype, no KL, one AdamW
 step. Each side is a process that waits while the other works; steps alternate and medians are compared.
 
-Cases: ``--case update``: groups of one prompt; ``mixed``: one prompt of 120 tokens with G responses of 25, G prompts of
-450 with responses of 8 and G of 250 with 8, as FoF has them; ``iteration``: sampling too, what TRL can express of it.
+Cases: ``--case groups``: G responses to each prompt; ``mixed``: as FoF has them, a prompt of 120 tokens with G responses
+of 25, G prompts of 450 with responses of 8 and G of 250 with 8. ``--sample``: the responses are sampled too, which TRL
+can do in groups only. ``--mappo``: MAPPO of this package beside MHGPO.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,7 +31,7 @@ def samples(case: str, prompts: int, prompt_tokens: int, group: int, response: i
     draw = np.random.default_rng(0)
 
     def ids(count: int) -> list[int]:
-        found: list[int] = draw.integers(1000, vocabulary - 1000, count).tolist()
+        found: list[int] = draw.integers(10, vocabulary, count).tolist()
         return found
 
     if case != "mixed":
@@ -44,57 +46,77 @@ def samples(case: str, prompts: int, prompt_tokens: int, group: int, response: i
     return batch
 
 
-def ours(options: argparse.Namespace) -> Any:
-    """A function that makes one step and returns its seconds by phase."""
-    import torch
-    from ray.rllib.core.learner.training_data import TrainingData
+def make_learner(options: argparse.Namespace) -> Any:
+    """The learner of MHGPO, or of MAPPO with its critic."""
     from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
+    from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
+    from rllib_mhgpo.algorithms.mappo import CRITIC, MAPPOConfig
     from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
-    from rllib_mhgpo.algorithms.objective import PolicyLearner
-    from rllib_mhgpo.engines import HFEngine, Prompt
+    from rllib_mhgpo.modules import LLMCriticModule
     from rllib_mhgpo.spaces import TokenSequence
-    from rllib_mhgpo.train_batch import TrainBatch
 
-    torch.set_num_threads(options.threads)
-    config = MHGPOConfig().training(
+    config = {"ours": MHGPOConfig, "mappo": MAPPOConfig}[options.side]().training(
         llm=options.llm, dtype=options.dtype, kl_beta=0.0, lr=1e-6, packing=options.packing,
         max_tokens_per_microbatch=options.max_tokens,
     )  # fmt: skip
-    spec = config.get_default_rl_module_spec()
-    spec.observation_space = spec.action_space = TokenSequence(100_000, 8192)
-    learner = PolicyLearner(config=config, module_spec=MultiRLModuleSpec(rl_module_specs={"default_policy": spec}))
+    spec, space = config.get_default_rl_module_spec(), TokenSequence(100_000, 8192)
+    spec.observation_space = spec.action_space = space
+    specs = {"default_policy": spec}
+    if options.side == "mappo":
+        body = {"llm": options.llm, "dtype": options.dtype}
+        specs[CRITIC] = RLModuleSpec(LLMCriticModule, observation_space=space, action_space=space, model_config=body)
+    learner = config.get_default_learner_class()(config=config, module_spec=MultiRLModuleSpec(rl_module_specs=specs))
     learner.build()
-    module = learner.module["default_policy"]
-    given = samples(options.case, options.prompts, options.prompt_tokens, options.group, options.response, 49000)
-    engine = HFEngine(module.llm, (), dtype=module.dtype)
-    n = len(given)
+    return learner
 
-    def generated() -> list[Any]:
-        distinct = [np.array(prompt, np.int32) for prompt, _ in given[:: options.group]]
-        seeds = np.random.default_rng().integers(1 << 62, size=(len(distinct), options.group))
-        asked = [Prompt(ids, mine.tolist(), options.response) for ids, mine in zip(distinct, seeds, strict=True)]
-        return [one for group in engine.generate(asked, 1.0) for one in group]
+
+def ours(options: argparse.Namespace) -> Any:
+    """A function that makes one step of MHGPO or MAPPO and returns its seconds by phase."""
+    import torch
+    from ray.rllib.core.learner.training_data import TrainingData
+
+    from rllib_mhgpo.engines import HFEngine, Prompt
+    from rllib_mhgpo.train_batch import TrainBatch
+
+    torch.set_num_threads(options.threads)
+    learner = make_learner(options)
+    module = learner.module["default_policy"]
+    given = samples(
+        options.case, options.prompts, options.prompt_tokens, options.group, options.response, options.vocabulary
+    )
+    prompts, engine, n = (
+        [np.array(prompt, np.int32) for prompt, _ in given],
+        HFEngine(module.llm, (), module.dtype),
+        len(given),
+    )
 
     def step() -> dict[str, float]:
         started = time.perf_counter()
-        drawn = generated() if options.case == "iteration" else []
+        seeds = np.random.default_rng().integers(1 << 62, size=n).tolist()
+        asked = [Prompt(p, [seed], len(r)) for p, (_, r), seed in zip(prompts, given, seeds, strict=True)]
+        drawn = [one for (one,) in engine.generate(asked, 1.0)] if options.sample else []
         sampled = time.perf_counter()
         responses = [one.ids for one in drawn] or [np.array(response, np.int32) for _, response in given]
-        prompts = [np.array(prompt, np.int32) for prompt, _ in given]
         logprobs = [one.logprobs for one in drawn] or [np.full(len(r), -8, np.float32) for r in responses]
-        weights = np.array([1 / n / len(response) for response in responses])
-        batch = TrainBatch(prompts, responses, logprobs, np.resize([1.0, -1.0], n), weights, np.zeros(n, np.int64))
+        advantages = [np.full(len(r), a) for r, a in zip(responses, np.resize([1.0, -1.0], n), strict=True)]
+        batch = TrainBatch(
+            prompts, responses, logprobs, advantages, np.array([1 / n / len(r) for r in responses]),
+            np.zeros(n, np.int64), critic_prompts=prompts,
+        )  # fmt: skip
+        if options.side == "mappo":
+            values = [value.astype(np.float64) for value in learner.values(batch)]
+            batch = replace(batch, values=values, returns=advantages)
         learner.engine_differs = False
-        report = learner.update(training_data=TrainingData(batch=batch))
+        counts = learner.update(training_data=TrainingData(batch=batch))["counts"]
         update = time.perf_counter() - sampled
-        counts = report["counts"]
         return {
             "generate": sampled - started,
             "update": update,
             "mfu": counts["flops"] / update / counts["flops_per_s"],
             "gflops": counts["flops"] / update / 1e9,
             "matmul_gflops": counts["flops_per_s"] / 1e9,
+            "tflop": counts["flops"] / 1e12,
         }
 
     return step
@@ -109,7 +131,9 @@ def trl(options: argparse.Namespace) -> Any:
 
     torch.set_num_threads(options.threads)
     tokenizer = AutoTokenizer.from_pretrained(options.llm)
-    given = samples(options.case, options.prompts, options.prompt_tokens, options.group, options.response, 49000)
+    given = samples(
+        options.case, options.prompts, options.prompt_tokens, options.group, options.response, options.vocabulary
+    )
     text = " the" * (options.prompt_tokens - 1)
     rows = Dataset.from_list([{"prompt": f"{chr(65 + i)}{text}"} for i in range(options.prompts)])
     settings = GRPOConfig(
@@ -133,7 +157,7 @@ def trl(options: argparse.Namespace) -> Any:
 
     def step() -> dict[str, float]:
         started = time.perf_counter()
-        inputs = generate(examples) if options.case == "iteration" else as_trl(given, torch)
+        inputs = generate(examples) if options.sample else as_trl(given, torch)
         sampled = time.perf_counter()
         trainer.training_step(trainer.model, inputs, None)
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
@@ -162,7 +186,7 @@ def as_trl(given: Batch, torch: Any) -> dict[str, Any]:
 
 def worker(options: argparse.Namespace) -> None:
     """Makes a step for every line it reads and writes its seconds."""
-    step = {"ours": ours, "trl": trl}[options.side](options)
+    step = {"ours": ours, "mappo": ours, "trl": trl}[options.side](options)
     for _ in sys.stdin:
         found = step()
         found["peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
@@ -186,18 +210,21 @@ def main() -> None:
     """Starts both sides, lets them take turns, prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--llm", default="smollm2", help="a model folder, or a name of this package")
-    parser.add_argument("--trl-python", help="the interpreter of TRL's environment; without it our side runs alone")
-    parser.add_argument("--case", choices=["update", "mixed", "iteration"], default="update")
+    parser.add_argument("--trl-python", help="the interpreter of TRL's environment")
+    parser.add_argument("--mappo", action="store_true", help="put MAPPO of this package beside MHGPO")
+    parser.add_argument("--case", choices=["groups", "mixed"], default="groups")
+    parser.add_argument("--sample", action="store_true", help="sample the responses too")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=450)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--response", type=int, default=16)
+    parser.add_argument("--vocabulary", type=int, default=49000, help="ids are drawn below it")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--packing", default="auto")
     parser.add_argument("--max-tokens", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--side", choices=["ours", "trl"], help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=["ours", "mappo", "trl"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         worker(options)
@@ -206,14 +233,17 @@ def main() -> None:
         from rllib_mhgpo.llms.names import resolve_llm
 
         options.llm = resolve_llm(options.llm)
-    given = [part for name, value in vars(options).items() if name not in ("side", "trl_python", "repeats")
-             for part in (f"--{name.replace('_', '-')}", str(value))]  # fmt: skip
-    pythons = {"ours": sys.executable, **({"trl": options.trl_python} if options.trl_python else {})}
+    ours_alone = ("side", "trl_python", "repeats", "mappo", "sample")
+    given = ["--sample"] * options.sample
+    for name, value in vars(options).items():
+        given += [] if name in ours_alone else [f"--{name.replace('_', '-')}", str(value)]
+    pythons = {"ours": sys.executable, "mappo": options.mappo and sys.executable, "trl": options.trl_python}
     sides = {
         side: subprocess.Popen(
             [python, __file__, *given, "--side", side], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         for side, python in pythons.items()
+        if python
     }
     steps: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for process in sides.values():
@@ -228,17 +258,16 @@ def main() -> None:
     for side, found in steps.items():
         cells = [f"{median(one[name] for one in found):.3f}" if name in found[0] else "" for name in steps["ours"][0]]
         print(f"| {side} | {' | '.join(cells)} |")
-    if "trl" in steps:
-        pairs = zip(steps["ours"], steps["trl"], strict=True)
-        ratios = [
-            (
-                theirs["update"] / mine["update"],
-                (theirs["generate"] + theirs["update"]) / (mine["generate"] + mine["update"]),
-            )
-            for mine, theirs in pairs
-        ]
-        print(f"TRL / ours, median of {options.repeats} pairs: update {median(r[0] for r in ratios):.2f}, "
-              f"all {median(r[1] for r in ratios):.2f}")  # fmt: skip
+    for side in [other for other in steps if other != "ours"]:
+        pairs = list(zip(steps["ours"], steps[side], strict=True))
+        update = median(theirs["update"] / mine["update"] for mine, theirs in pairs)
+        whole = median(whole_of(theirs) / whole_of(mine) for mine, theirs in pairs)
+        print(f"{side} / ours, median of {options.repeats} pairs: update {update:.2f}, with sampling {whole:.2f}")
+
+
+def whole_of(step: dict[str, float]) -> float:
+    """Seconds of sampling and update."""
+    return step["generate"] + step["update"]
 
 
 if __name__ == "__main__":

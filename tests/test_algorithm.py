@@ -357,4 +357,4 @@ def test_a_row_says_what_the_update_computed(make: Make) -> None:
     tokens = apart["num_generations"] * (apart["prompt_tokens"] + apart["response_tokens"])
     assert apart["shared_token_share"] == pytest.approx(apart["num_generations"] / tokens, rel=1e-6)
     assert 0 < apart["shared_token_share"] < shared["shared_token_share"] < 1
-    assert all(0 <= row["padding_share"] < 1 and 0 < row["mfu"] < 1 for row in (shared, apart))
+    assert all(0 <= row["padding_share"] < 1 and row["mfu"] > 0 for row in (shared, apart))
