@@ -4,9 +4,9 @@ TRL stands in an environment of its own: ``python -m venv trl && trl/bin/pip ins
 sides load one model folder and get the same prompts, group sizes, response lengths, threads and dtype, no KL, one AdamW
 step. Each side is a process that waits while the other works; steps alternate and medians are compared.
 
-Cases: ``--case groups``: G responses to each prompt; ``mixed``: as FoF has them, a prompt of 120 tokens with G responses
-of 25, G prompts of 450 with responses of 8 and G of 250 with 8. ``--sample``: the responses are sampled too, which TRL
-can do in groups only. ``--mappo``: MAPPO of this package beside MHGPO.
+Cases: ``--case groups``: G responses to each prompt; ``mixed``: as FoF has them, one prompt of 120 tokens with G
+responses of 25, G prompts of 450 with responses of 8 and G of 250 with 8. ``--sample``: the responses are sampled too,
+which TRL can do in groups only. ``--mappo``: MAPPO of this package beside MHGPO.
 """
 
 import argparse
