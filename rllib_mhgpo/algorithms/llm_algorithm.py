@@ -41,7 +41,11 @@ from rllib_mhgpo.algorithms.recording import Recorder
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
 from rllib_mhgpo.credit import AGGREGATIONS, propagate, token_weights
+from rllib_mhgpo.engines.probe import TOLERANCE, Probe, as_batch, fixed_sequence
+from rllib_mhgpo.engines.vllm import require_vllm
 from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
+from rllib_mhgpo.llms import context_length
+from rllib_mhgpo.llms.folders import architecture
 from rllib_mhgpo.runner import IN_STEP, Published
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
 from rllib_mhgpo.train_batch import TrainBatch
@@ -214,6 +218,8 @@ class LLMAlgorithm(Algorithm):
 
     def setup(self, config: Any) -> None:
         """Builds runners and learner; in one process they share one module."""
+        if config.get("engine") == "vllm":
+            require_vllm()
         super().setup(config)
         self.run_seed = secrets.randbits(31) if self.config.seed is None else int(self.config.seed)
         if self.config.shares_module:
@@ -230,6 +236,7 @@ class LLMAlgorithm(Algorithm):
         self.recorder = Recorder(self.config, self._storage, self.logdir)
         self._ahead = {}
         self._staleness = self._sync_bytes = 0
+        self._sync_difference = results.NAN
         self._dev: dict[str, float] = {}
         self._dev_start: dict[str, float] = {}
         self._history: list[dict[str, float]] = []
@@ -254,6 +261,8 @@ class LLMAlgorithm(Algorithm):
             following = self.iteration + 1
             roots = self._roots(following)
             self._ahead = self.pool.start(roots, self.recorder.recorded(self._training_play(following), roots))
+        if self.config.engine_config.get("enable_sleep_mode"):
+            self.pool.sleep()
         with self._clock("update"):
             update = self._update(batch, flat)
         self._updates = self.iteration + 1
@@ -277,6 +286,7 @@ class LLMAlgorithm(Algorithm):
             "staleness": self._staleness,
             "num_replaced_runners": self.pool.num_replaced,
             "sync_mb": self._sync_bytes / 1e6,
+            "sync_logprob_diff": self._sync_difference,
         }
         self._iteration_results = merged({**columns, **scale}, self.more_columns(flat, credit, update))
 
@@ -403,8 +413,23 @@ class LLMAlgorithm(Algorithm):
     def _sync(self) -> None:
         """Hands the learners' weights to the runners, through the object store."""
         if not self.config.shares_module:
+            probes = self._probes()
             refs, self._sync_bytes = self.learners.each(lambda learner: learner.publish())[0]
-            self.pool.hand_over(Published(refs, self._updates))
+            self._sync_difference = self.pool.hand_over(Published(refs, self._updates, probes))
+
+    def _probes(self) -> list[Probe]:
+        """Lets the learners score a fixed sequence, with each of the adapters; collective."""
+        config = self.config
+        context = min(context_length(config.llm), config.engine_config.get("max_model_len", 1 << 30))
+        prompt, response = fixed_sequence(architecture(config.llm)["vocab_size"], context)
+        agents = (config.lora or {}).get("adapters") or [""]
+        batch = as_batch(prompt, response, agents)
+        found = self.learners.each(lambda learner: learner.logprobs(batch))[0]
+        tolerance = config.sync_tolerance or TOLERANCE[config.dtype]
+        return [
+            Probe(prompt, response, expected, config.temperature, tolerance, agent)
+            for agent, expected in zip(agents, found, strict=True)
+        ]
 
     # --- inside --------------------------------------------------------------------------------------------------
 
