@@ -57,11 +57,13 @@ class Published:
         refs: of dictionaries of arrays by name, in Ray's object store.
         version: number of updates that made them.
         probes: what the learners say of fixed sequences under these weights.
+        transferred: they have already come another way.
     """
 
     refs: Sequence[ray.ObjectRef]
     version: int
     probes: Sequence[Probe] = ()
+    transferred: bool = False
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights by name, fetched a few layers at a time."""
@@ -124,9 +126,10 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def _vllm(self) -> VLLMEngine:
         config, tokenizer = self.config, load_tokenizer(self.config.llm)
         place = Placement(config.num_gpus_per_env_runner, (config.seed or 0) + self.worker_index)
+        ways = {} if config.weight_sync == "store" else {"weight_transfer_config": {"backend": config.weight_sync}}
         return VLLMEngine(
             resolve_llm(config.llm), eos_ids(config.llm, tokenizer), getattr(torch, config.dtype), self.context,
-            tokenizer, place, config.lora, config.engine_config,
+            tokenizer, place, config.lora, {**config.engine_config, **ways},
         )  # fmt: skip
 
     def rollout(self, roots: Sequence[int], how: Play) -> Rollouts:
@@ -153,7 +156,9 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
             SyncError: too far.
         """
         assert self.policy is not None, "the runner has no policy yet"
-        if isinstance(self.policy, VLLMEngine):
+        if isinstance(self.policy, VLLMEngine) and published.transferred:
+            self.policy.settle()
+        elif isinstance(self.policy, VLLMEngine):
             self.policy.load_weights(published.weights())
         elif self.module is not None:
             for name, tensor in published.weights():

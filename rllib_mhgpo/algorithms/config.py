@@ -68,7 +68,13 @@ class LLMConfig(AlgorithmConfig):
         "float32"
     )
     engine: Annotated[Literal["hf", "vllm"], Field(description="what generates: the training module, or vLLM")] = "hf"
-    engine_config: Annotated[dict[str, Any], Field(description="hf: max_batch_tokens; vllm: arguments of vllm.LLM")] = {}  # noqa: RUF012  # copied
+    engine_config: Annotated[
+        dict[str, Any], Field(description="hf: max_batch_tokens; vllm: arguments of vllm.LLM")
+    ] = {}  # noqa: RUF012  # copied
+    weight_sync: Annotated[
+        Literal["store", "nccl", "ipc"],
+        Field(description="how weights reach engines: Ray's object store, or vLLM's NCCL or IPC between GPUs"),
+    ] = "store"
     sync_tolerance: Annotated[
         float | None,
         Field(gt=0, description="largest difference of log-probabilities after a weight sync; null: by dtype"),
@@ -383,6 +389,15 @@ class LLMConfig(AlgorithmConfig):
         check_engine(self.engine, self.engine_config)
         if self.engine == "vllm" and "past" in self.opponents.values():
             raise ConfigError("config: opponents: past needs the engine hf, which holds an earlier policy beside it.")
+        if self.weight_sync != "store" and (
+            self.engine != "vllm" or not self.num_env_runners or not self.num_gpus_per_env_runner or self.lora
+        ):
+            raise ConfigError(
+                f"config: weight_sync: {self.weight_sync} needs engine: vllm, num_env_runners and "
+                "num_gpus_per_env_runner above 0, and no lora; store works everywhere."
+            )
+        if self.weight_sync != "store" and self.sample_ahead:
+            raise ConfigError(f"config: weight_sync: {self.weight_sync} cannot wait for runners that sample ahead.")
         if not self.engine_config.get("enable_sleep_mode"):
             return
         if not self.num_gpus_per_env_runner:

@@ -36,17 +36,15 @@ from rllib_mhgpo.algorithms.checkpoints import (
     write_shard,
 )
 from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.algorithms.handover import HandOver
 from rllib_mhgpo.algorithms.learner_pool import LearnerPool, refuse_shared_gpus, take_shards
 from rllib_mhgpo.algorithms.recording import Recorder
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
 from rllib_mhgpo.credit import AGGREGATIONS, propagate, token_weights
-from rllib_mhgpo.engines.probe import TOLERANCE, Probe, as_batch, fixed_sequence
 from rllib_mhgpo.engines.vllm import require_vllm
 from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
-from rllib_mhgpo.llms import context_length
-from rllib_mhgpo.llms.folders import architecture
-from rllib_mhgpo.runner import IN_STEP, Published
+from rllib_mhgpo.runner import IN_STEP
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
 from rllib_mhgpo.train_batch import TrainBatch
 from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
@@ -235,8 +233,8 @@ class LLMAlgorithm(Algorithm):
         self.check_agents()
         self.recorder = Recorder(self.config, self._storage, self.logdir)
         self._ahead = {}
-        self._staleness = self._sync_bytes = 0
-        self._sync_difference = results.NAN
+        self.hand_over = HandOver(self.config, self.learners, self.pool)
+        self._staleness = 0
         self._dev: dict[str, float] = {}
         self._dev_start: dict[str, float] = {}
         self._history: list[dict[str, float]] = []
@@ -285,8 +283,8 @@ class LLMAlgorithm(Algorithm):
         scale = {
             "staleness": self._staleness,
             "num_replaced_runners": self.pool.num_replaced,
-            "sync_mb": self._sync_bytes / 1e6,
-            "sync_logprob_diff": self._sync_difference,
+            "sync_mb": self.hand_over.size / 1e6,
+            "sync_logprob_diff": self.hand_over.difference,
         }
         self._iteration_results = merged({**columns, **scale}, self.more_columns(flat, credit, update))
 
@@ -411,25 +409,9 @@ class LLMAlgorithm(Algorithm):
         return {**first, "rows": rows, "not_finite": not_finite}
 
     def _sync(self) -> None:
-        """Hands the learners' weights to the runners, through the object store."""
+        """Hands the learners' weights to the runners, which check them."""
         if not self.config.shares_module:
-            probes = self._probes()
-            refs, self._sync_bytes = self.learners.each(lambda learner: learner.publish())[0]
-            self._sync_difference = self.pool.hand_over(Published(refs, self._updates, probes))
-
-    def _probes(self) -> list[Probe]:
-        """Lets the learners score a fixed sequence, with each of the adapters; collective."""
-        config = self.config
-        context = min(context_length(config.llm), config.engine_config.get("max_model_len", 1 << 30))
-        prompt, response = fixed_sequence(architecture(config.llm)["vocab_size"], context)
-        agents = (config.lora or {}).get("adapters") or [""]
-        batch = as_batch(prompt, response, agents)
-        found = self.learners.each(lambda learner: learner.logprobs(batch))[0]
-        tolerance = config.sync_tolerance or TOLERANCE[config.dtype]
-        return [
-            Probe(prompt, response, expected, config.temperature, tolerance, agent)
-            for agent, expected in zip(agents, found, strict=True)
-        ]
+            self.hand_over.give(self._updates)
 
     # --- inside --------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class RunnerPool:
         timeout_s: how long a runner may take for its roots, or for new weights.
         versions_apart: how far apart the weights of one batch's runners may be; 1 where batches are sampled ahead.
         num_replaced: runners that were lost so far.
+        republish: puts the weights where a new runner finds them, if they travel otherwise.
     """
 
     group: EnvRunnerGroup
@@ -60,6 +61,7 @@ class RunnerPool:
     versions_apart: int = 0
     num_replaced: int = 0
     published: Published | None = None
+    republish: Callable[[], Published] | None = None
     _active: dict[int, ActorHandle] = field(default_factory=dict)
     _joining: dict[int, tuple[ActorHandle, ray.ObjectRef]] = field(default_factory=dict)
 
@@ -71,6 +73,11 @@ class RunnerPool:
         """The runner in this process, where there are no others."""
         local: LLMEnvRunner | None = self.group.local_env_runner
         return None if self._active or self._joining else local
+
+    @property
+    def actors(self) -> list[ActorHandle]:
+        """The runners at work."""
+        return list(self._active.values())
 
     def first(self, function: Call) -> Any:
         """Returns what a function returns of any runner."""
@@ -173,6 +180,8 @@ class RunnerPool:
     def _start(self, runner: int, lost: ActorHandle) -> None:
         """Starts a runner in the place of a lost one; it joins when it is ready."""
         group = self.group
+        if self.republish is not None and self.published is not None:
+            self.published = self.republish()
         actor = group._make_worker(
             env_creator=group._env_creator, validate_env=None, worker_index=runner, num_workers=len(self._active) + 1,
             recreated_worker=True, config=group._remote_config_obj_ref,
