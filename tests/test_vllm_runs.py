@@ -33,15 +33,16 @@ VLLM: dict[str, Any] = {
 
 def said(algorithm: MHGPO) -> list[list[int]]:
     trees = algorithm.pool.roll_out(range(3), algorithm._training_play(algorithm.iteration))
+    algorithm.stop()  # its runners' CPUs are the next one's
     return [g.response.tolist() for part in trees for tree in part.trees for g in tree.generations]
 
 
 @pytest.mark.parametrize("runners", [0, 1])
 def test_a_run_samples_from_what_it_trains(make: Make, runners: int) -> None:
-    algorithm = make(**VLLM, num_env_runners=runners, kl_beta=0.0)
+    algorithm = make(**VLLM, num_env_runners=runners)
     for _ in range(3):
         result = row(algorithm)
-        assert result["engine_logprob_diff"] < 1e-6 * 10
+        assert result["engine_logprob_diff"] < 1e-5
         assert result["engine_logprob_diff_max"] < 1e-4
         assert abs(result["engine_kl"]) < 1e-6
         assert result["ratio_max"] == pytest.approx(1.0, abs=1e-4)
@@ -62,7 +63,7 @@ def test_without_a_seed_runs_differ_and_with_one_they_repeat(make: Make) -> None
 
 @pytest.mark.parametrize("own", [None, ["rewriter", "reranker", "answerer"]], ids=["shared", "own"])
 def test_adapters_reach_the_engine(make: Make, own: list[str] | None) -> None:
-    algorithm = make(**VLLM, lora={"rank": 4, "adapters": own}, kl_beta=0.0)
+    algorithm = make(**VLLM, lora={"rank": 4, "adapters": own})
     results = [row(algorithm) for _ in range(3)]
     assert all(result["engine_logprob_diff_max"] < 1e-4 for result in results)
     assert all(result["sync_logprob_diff"] < 1e-5 for result in results)
@@ -85,7 +86,7 @@ def test_adapters_give_the_logprobs_of_peft(tmp_path: Path) -> None:
         model.set_adapter(agent)
         (completion,) = engine.generate([Prompt(prompt, [1], 12, agent=agent)], 1.0)[0]
         expected = HFEngine(model, [256]).score(prompt, completion.ids, 1.0)
-        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=3e-5)
         texts[agent] = completion.ids.tolist()
     assert texts["a"] != texts["b"]
 
