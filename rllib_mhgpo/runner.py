@@ -101,7 +101,8 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def make_policy(self) -> None:
         """Builds an own copy of the policy, for sampling alone: its weights have the size of ``dtype``."""
         if self.config.engine == "vllm":
-            self.sample_from(self._vllm())
+            place = Placement(self.config.num_gpus_per_env_runner, (self.config.seed or 0) + self.worker_index)
+            self.sample_from(vllm_engine(self.config, self.config.llm, place, self.config.lora))
             return
         spaces = self.get_spaces()[DEFAULT_MODULE_ID]
         spec = self.config.get_default_rl_module_spec()
@@ -122,15 +123,6 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         """Samples the policy's responses from this engine, and its opponents' from theirs."""
         self.policy = engine
         self.opponents = self.config.cast(engine)
-
-    def _vllm(self) -> VLLMEngine:
-        config, tokenizer = self.config, load_tokenizer(self.config.llm)
-        place = Placement(config.num_gpus_per_env_runner, (config.seed or 0) + self.worker_index)
-        ways = {} if config.weight_sync == "store" else {"weight_transfer_config": {"backend": config.weight_sync}}
-        return VLLMEngine(
-            resolve_llm(config.llm), eos_ids(config.llm, tokenizer), getattr(torch, config.dtype), self.context,
-            tokenizer, place, config.lora, {**config.engine_config, **ways},
-        )  # fmt: skip
 
     def rollout(self, roots: Sequence[int], how: Play) -> Rollouts:
         """Plays the roots and returns their trees."""
@@ -224,3 +216,14 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def stop(self) -> None:
         """Closes the environment."""
         self.env.close()
+
+
+def vllm_engine(config: Any, llm: str, place: Placement, lora: Mapping[str, Any] | None) -> VLLMEngine:
+    """Returns the engine of a configuration for a model, which may be another than the configuration's."""
+    tokenizer, transfer = load_tokenizer(llm), {}
+    if config.weight_sync != "store":
+        transfer = {"weight_transfer_config": {"backend": config.weight_sync}}
+    return VLLMEngine(
+        resolve_llm(llm), eos_ids(llm, tokenizer), getattr(torch, config.dtype), context_length(llm), tokenizer,
+        place, lora, {**config.engine_config, **transfer},
+    )  # fmt: skip
