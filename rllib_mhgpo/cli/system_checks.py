@@ -4,6 +4,7 @@ Nothing of Ray is started: environment, policy and engine are built in this proc
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,6 @@ from rllib_mhgpo.engines import Engine, HFEngine, Placement, Probe, VLLMEngine, 
 from rllib_mhgpo.engines.probe import TOLERANCE, fixed_sequence
 from rllib_mhgpo.engines.settings import RESHAPING
 from rllib_mhgpo.engines.vllm import require_vllm
-from rllib_mhgpo.envs.minipedia.perfect import POLICIES
 from rllib_mhgpo.errors import ConfigError, EngineError, MHGPOError, SyncError
 from rllib_mhgpo.llms import context_length, load_tokenizer
 from rllib_mhgpo.llms.folders import generation_config
@@ -146,12 +146,12 @@ def _group_sizes(bench: Bench) -> dict[str, int]:
 
 
 def _without_a_model(bench: Bench) -> Written:
-    """Plays at once: perfectly where the environment tells how, else at random, else with a word."""
+    """Plays at once: leaves things as they are where the environment tells how, else at random, else with a word."""
 
     def write(env: Any, agent: str) -> str:
-        if hasattr(env.unwrapped, "kinds") and hasattr(env.unwrapped, "told"):
-            kind = env.unwrapped.kinds[agent]
-            return str(POLICIES["perfect"][kind](*env.unwrapped.told(agent)))
+        if hasattr(env.unwrapped, "identity"):
+            with suppress(ConfigError):  # an answerer has nothing to leave as it is
+                return str(env.unwrapped.identity(agent))
         return random_reply(env, agent) if hasattr(env.unwrapped, "random_reply") else "none"
 
     return Written(write, "doctor", bench.env.unwrapped.tokenizer)
