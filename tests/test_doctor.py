@@ -62,9 +62,9 @@ def test_a_sound_configuration_is_ok_throughout(config: Make) -> None:
 
 def test_what_is_wrong_with_a_configuration_is_named(config: Make, toy_folder: Path, tmp_path: Path) -> None:
     assert looked_at(config(questions_per_iteration=9))["questions and corpus"].status == "fail"
-    short = looked_at(config(max_prompt_tokens=30))["prompts of reranker"]
+    short = looked_at(config(max_prompt_tokens=12))["prompts"]
     assert short.status == "warn"
-    assert "passages a prompt left out" in short.found
+    assert "8 of 8 rollouts voided" in short.found
     folder = save_toy(tmp_path / "toy")
     (folder / "generation_config.json").write_text(json.dumps({"top_p": 0.8, "repetition_penalty": 1.05}))
     assert "left aside from generation_config.json: top_p 0.8, repetition_penalty 1.05" in (
