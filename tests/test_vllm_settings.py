@@ -1,6 +1,7 @@
 """What keys of engines may say, the probe, and runners whose engine fails: none of it needs vLLM."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 import ray
 
 from rllib_mhgpo.algorithms.mhgpo import MHGPO, MHGPOConfig
+from rllib_mhgpo.cli.checks import check
+from rllib_mhgpo.cli.experiments import load_experiments
 from rllib_mhgpo.engines import HFEngine, Probe
 from rllib_mhgpo.engines.probe import fixed_sequence
 from rllib_mhgpo.errors import ConfigError, EngineError, SyncError
@@ -15,6 +18,7 @@ from tests.rig import row
 from tests.test_engines import plain_logprobs
 from tests.toys import toy_model, toy_tokenizer
 
+EXAMPLES = Path(__file__).parents[1] / "tuned_examples"
 GPU = {"engine": "vllm", "num_env_runners": 1, "num_gpus_per_env_runner": 0.4}
 
 
@@ -32,6 +36,7 @@ GPU = {"engine": "vllm", "num_env_runners": 1, "num_gpus_per_env_runner": 0.4}
         ({"engine": "vllm", "opponents": {"answerer": "past"}}, "opponents: past needs the engine hf"),
         ({"engine": "vllm", "engine_config": {"enable_sleep_mode": True}}, "num_gpus_per_env_runner above 0"),
         ({"weight_sync": "nccl"}, "weight_sync: nccl needs engine: vllm"),
+        ({**GPU, "weight_sync": "nccl"}, "nccl cannot talk between two processes on one GPU"),
         ({**GPU, "weight_sync": "ipc", "sample_ahead": 1, "rollout_is_cap": 2.0}, "ipc cannot wait"),
         (
             {**GPU, "engine_config": {"enable_sleep_mode": True}, "sample_ahead": 1, "rollout_is_cap": 2.0},
@@ -44,10 +49,22 @@ def test_settings_that_would_give_wrong_numbers_are_refused(changes: dict[str, A
         MHGPOConfig.check(changes)
 
 
-@pytest.mark.parametrize("way", ["nccl", "ipc"])
-def test_settings_of_gpus_pass(way: str) -> None:
-    config = MHGPOConfig.check({**GPU, "weight_sync": way, "engine_config": {"enable_sleep_mode": True}})
-    assert not config.shares_module
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*gpu.yaml")), ids=lambda path: path.stem)
+def test_examples_for_gpus_can_be_resolved(path: Path) -> None:
+    (name, experiment), *others = load_experiments(path).items()
+    assert not others
+    assert name == path.stem.replace("_", "-")
+    assert check(name, experiment) is MHGPO
+    config = MHGPOConfig.check(experiment["config"])
+    gpus = int(path.stem[-4])
+    assert config.num_learners == config.num_env_runners == gpus
+    assert config.num_gpus_per_learner + config.num_gpus_per_env_runner == 1
+
+
+def test_settings_of_gpus_pass() -> None:
+    shared = {**GPU, "weight_sync": "ipc", "engine_config": {"enable_sleep_mode": True}}
+    apart = {**GPU, "weight_sync": "nccl", "num_learners": 1, "num_gpus_per_learner": 1, "num_gpus_per_env_runner": 2}
+    assert not any(MHGPOConfig.check(settings).shares_module for settings in (shared, apart))
 
 
 def test_a_given_response_is_scored_as_a_plain_forward_pass_scores_it() -> None:

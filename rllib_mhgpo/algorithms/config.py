@@ -396,6 +396,11 @@ class LLMConfig(AlgorithmConfig):
                 f"config: weight_sync: {self.weight_sync} needs engine: vllm, num_env_runners and "
                 "num_gpus_per_env_runner above 0, and no lora; store works everywhere."
             )
+        if self.weight_sync == "nccl" and min(self.num_gpus_per_env_runner, self.num_gpus_per_learner) < 1:
+            raise ConfigError(
+                "config: weight_sync: nccl cannot talk between two processes on one GPU; give learners and runners "
+                "whole GPUs, or use ipc where they share them."
+            )
         if self.weight_sync != "store" and self.sample_ahead:
             raise ConfigError(f"config: weight_sync: {self.weight_sync} cannot wait for runners that sample ahead.")
         if not self.engine_config.get("enable_sleep_mode"):
