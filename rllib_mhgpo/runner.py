@@ -21,7 +21,7 @@ from ray.rllib.utils.metrics import WEIGHTS_SEQ_NO
 from torch import Tensor
 
 from rllib_mhgpo.engines import HFEngine, Placement, Probe, VLLMEngine
-from rllib_mhgpo.llms import context_length, eos_ids, load_tokenizer, resolve_llm
+from rllib_mhgpo.llms import eos_ids, load_tokenizer, resolve_llm
 from rllib_mhgpo.modules import LLMRLModule
 from rllib_mhgpo.modules.llm_module import to_tensor
 from rllib_mhgpo.sharding import cast_parameters
@@ -87,8 +87,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
 
     def make_env(self) -> None:
         """Builds the environment with the policy's tokenizer."""
-        context = context_length(self.config.llm)
-        self.context = min(context, self.config.engine_config.get("max_model_len", context))
+        self.context = self.config.context_of(self.config.llm)
         self.env: AECEnv = self.config.make_env(load_tokenizer(self.config.llm), self.context)
         self._call("on_environment_created", env=self.env, env_context=self.config.env_config)
 
@@ -224,6 +223,6 @@ def vllm_engine(config: Any, llm: str, place: Placement, lora: Mapping[str, Any]
     if config.weight_sync != "store":
         transfer = {"weight_transfer_config": {"backend": config.weight_sync}}
     return VLLMEngine(
-        resolve_llm(llm), eos_ids(llm, tokenizer), getattr(torch, config.dtype), context_length(llm), tokenizer,
+        resolve_llm(llm), eos_ids(llm, tokenizer), getattr(torch, config.dtype), config.context_of(llm), tokenizer,
         place, lora, {**config.engine_config, **transfer},
     )  # fmt: skip

@@ -20,6 +20,7 @@ from rllib_mhgpo.algorithms.registration import check_environment, import_named,
 from rllib_mhgpo.credit import AGGREGATIONS
 from rllib_mhgpo.engines.settings import check_engine, refuse_reshaping
 from rllib_mhgpo.errors import ConfigError, did_you_mean
+from rllib_mhgpo.llms import context_length
 from rllib_mhgpo.llms.lora import lora_settings
 from rllib_mhgpo.runner import LLMEnvRunner
 from rllib_mhgpo.sampling import STRATEGIES
@@ -217,6 +218,11 @@ class LLMConfig(AlgorithmConfig):
         """Most tokens of any agent's response."""
         limits = self.max_response_tokens
         return limits if isinstance(limits, int) else max(limits.values())
+
+    def context_of(self, llm: str) -> int:
+        """Most tokens of prompt and response together for a model, as the engine may lower it."""
+        context = context_length(llm)
+        return int(min(context, self.engine_config.get("max_model_len", context)))
 
     def make_env(self, tokenizer: Any, context: int) -> AECEnv:
         """Builds the environment for a policy's tokenizer and context length, in tokens.

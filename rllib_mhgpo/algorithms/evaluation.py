@@ -17,7 +17,7 @@ from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import resolve_algorithm
 from rllib_mhgpo.engines import Cast, Engine, HFEngine, Placement, VLLMEngine
 from rllib_mhgpo.errors import CheckpointError, ConfigError
-from rllib_mhgpo.llms import context_length, eos_ids, load_model, load_tokenizer, lora
+from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer, lora
 from rllib_mhgpo.runner import vllm_engine
 from rllib_mhgpo.sampling import ONE_TRAJECTORY
 from rllib_mhgpo.tree import RolloutTree
@@ -130,7 +130,7 @@ def assemble(config: LLMConfig, llm: str, env_config: Mapping[str, Any]) -> Syst
 
     ``env_config`` is the configuration's before keys of it were replaced.
     """
-    context = context_length(llm)
+    context = config.context_of(llm)
     engine = config.cast(_engine(llm, config)).at(0)
     return System(config.make_env(load_tokenizer(llm), context), engine, config, context, env_config)
 

@@ -18,7 +18,6 @@ from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.learner_pool import LearnerPool
 from rllib_mhgpo.algorithms.runner_pool import RunnerPool
 from rllib_mhgpo.engines.probe import TOLERANCE, Probe, as_batch, fixed_sequence
-from rllib_mhgpo.llms import context_length
 from rllib_mhgpo.llms.folders import architecture
 from rllib_mhgpo.runner import LLMEnvRunner, Published
 from rllib_mhgpo.sharding import is_first, whole
@@ -36,8 +35,6 @@ class HandOver:
         self.config, self.learners, self.pool = config, learners, pool
         self.size, self.difference, self.version = 0, float("nan"), 0
         self._connected: list[ActorHandle] = []
-        context = context_length(config.llm)
-        self._context = min(context, config.engine_config.get("max_model_len", context))
         if config.weight_sync != "store":
             pool.republish = self._stored
 
@@ -59,7 +56,7 @@ class HandOver:
     def probes(self) -> list[Probe]:
         """Lets the learners score a fixed sequence, with each of the adapters; collective."""
         config = self.config
-        prompt, response = fixed_sequence(architecture(config.llm)["vocab_size"], self._context)
+        prompt, response = fixed_sequence(architecture(config.llm)["vocab_size"], config.context_of(config.llm))
         agents = (config.lora or {}).get("adapters") or [""]
         batch = as_batch(prompt, response, agents)
         found = self.learners.each(lambda learner: learner.logprobs(batch))[0]

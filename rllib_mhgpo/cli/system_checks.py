@@ -20,7 +20,7 @@ from rllib_mhgpo.engines.probe import TOLERANCE, fixed_sequence
 from rllib_mhgpo.engines.settings import RESHAPING
 from rllib_mhgpo.engines.vllm import require_vllm
 from rllib_mhgpo.errors import ConfigError, EngineError, MHGPOError, SyncError
-from rllib_mhgpo.llms import context_length, load_tokenizer
+from rllib_mhgpo.llms import load_tokenizer
 from rllib_mhgpo.llms.folders import generation_config
 from rllib_mhgpo.llms.shape import model_shape
 from rllib_mhgpo.modules import LLMRLModule
@@ -91,8 +91,7 @@ def system_checks(config: Any) -> Iterator[Finding]:
 
 
 def _bench(config: Any) -> Bench:
-    context = context_length(config.llm)
-    context = min(context, config.engine_config.get("max_model_len", context))
+    context = config.context_of(config.llm)
     return Bench(config, config.make_env(load_tokenizer(config.llm), context), context)
 
 

@@ -59,6 +59,9 @@ def check_engine(engine: str, settings: Mapping[str, Any]) -> None:
             raise ConfigError(f"config: engine_config.{key}: follows from the key {OWN[key]!r}; set that one.")
         if key in FIXED:
             raise ConfigError(f"config: engine_config.{key}: is not to be changed; remove the key.")
+    length = settings.get("max_model_len", 2)
+    if not isinstance(length, int) or length < 2:
+        raise ConfigError(f"config: engine_config.max_model_len: expected a whole number above 1, found {length!r}.")
     share = settings.get("gpu_memory_utilization", 0.5)
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise ConfigError(

@@ -84,7 +84,6 @@ class VLLMEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine lives and dies with this process
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        self.context = min(self.context, int(self.settings.get("max_model_len", self.context)))
         self.adapters = AdapterFolders(self.lora) if self.lora else None
         self.asleep = False
         self.llm = self._start()
@@ -108,10 +107,10 @@ class VLLMEngine:
                     generation_config="vllm",  # no top-p, top-k or penalty that a model folder brings
                     **{
                         "enable_prefix_caching": True,
-                        "max_model_len": self.context,
                         **self.place.settings(self.context),
                         **(self.adapters.engine_settings() if self.adapters else {}),
                         **self.settings,
+                        "max_model_len": self.context,
                     },
                 )
             except (ValueError, RuntimeError, OSError) as error:
