@@ -2,7 +2,8 @@
 
 Every prompt has four responses, which end at their limit, so that both engines make as many tokens. The last column
 is what :class:`VLLMEngine` adds to a bare ``vllm.LLM.generate``: making the requests, and reading the answers.
-Timings are paired: engines take turns, and each number is the median over the rounds.
+Engines take turns, and each number is the median over the rounds. Seconds are those of the CPU, all threads together,
+so that other work on the machine counts little; with one thread on an idle machine they are those of the clock.
 """
 
 import argparse
@@ -36,9 +37,9 @@ def prompts(llm: str, sequences: int, length: int, tokens: int) -> list[Prompt]:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
+    started = time.process_time()
     call()
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 def bare(engine: VLLMEngine, asked: list[Prompt]) -> Callable[[], Any]:

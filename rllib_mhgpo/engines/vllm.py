@@ -26,6 +26,8 @@ from rllib_mhgpo.spaces import Tokens
 CPU_CACHE_BYTES = 1 << 30
 """Room of the key-value cache where there is no GPU; vLLM itself would take most of the machine's memory."""
 TRIPPING = "llvmlite.binding.ffi"
+CPU_BLOCK = 32
+"""Tokens of a block of the cache: the least that vLLM takes there, since whole blocks alone are shared by prompts."""
 CPU_BATCH_TOKENS = 4096
 """Prompt tokens of one forward pass where there is no GPU, or the context where that is longer."""
 
@@ -47,7 +49,8 @@ class Placement:
         if not self.gpus:
             # a prompt in pieces needs random generators that can be set back, which those of CPUs cannot
             whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_BATCH_TOKENS, context)}
-            return {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES, **whole}
+            room = {"kv_cache_memory_bytes": CPU_CACHE_BYTES, "block_size": CPU_BLOCK}
+            return {"enforce_eager": True, **room, **whole}
         parallel = max(1, int(self.gpus))
         several = {"tensor_parallel_size": parallel, "distributed_executor_backend": "mp"} if parallel > 1 else {}
         return {"gpu_memory_utilization": round(0.9 * min(1.0, self.gpus), 3), **several}
