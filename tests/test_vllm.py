@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
-from rllib_mhgpo.engines import HFEngine, Probe, Prompt, VLLMEngine
+from rllib_mhgpo.engines import HFEngine, Placement, Probe, Prompt, VLLMEngine
 from rllib_mhgpo.engines.probe import fixed_sequence
 from rllib_mhgpo.errors import EngineError, ModelError, RolloutError, SyncError
 from rllib_mhgpo.llms import load_tokenizer, resolve_llm
@@ -290,6 +291,55 @@ def test_a_failure_inside_vllm_is_an_engine_error(engine: VLLMEngine, monkeypatc
         engine.generate([Prompt(ids(1, 2), [1], 4)], 1.0)
 
 
+class Recorder:
+    """In the place of ``vllm.LLM``: notes what is called. Sleep itself needs a GPU."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        parallel = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+        self.llm_engine = SimpleNamespace(vllm_config=parallel)
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {' '.join(tags)}")
+
+    def collective_rpc(self, method: str, kwargs: Any) -> None:
+        self.calls.append(method)
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset")
+        return True
+
+
+def test_an_engine_sleeps_at_level_two_and_new_weights_wake_it_part_by_part() -> None:
+    engine, llm = object.__new__(VLLMEngine), Recorder()
+    place, settings = Placement(gpus=0.4), {"enable_sleep_mode": True}
+    engine.__dict__.update(llm=llm, place=place, settings=settings, adapters=None, asleep=False)
+    for _ in range(2):
+        engine.sleep()
+    engine.load_weights(iter(()))
+    engine.load_weights(iter(()))
+    asleep = ["sleep 2", "wake weights", "reload_weights", "wake kv_cache", "reset"]
+    assert llm.calls == [*asleep, "reload_weights", "reset"]
+    llm.reset_prefix_cache = lambda: False  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="did not reset its prefix cache"):
+        engine.load_weights(iter(()))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        (0.4, {"gpu_memory_utilization": 0.36}),
+        (1, {"gpu_memory_utilization": 0.9}),
+        (2, {"gpu_memory_utilization": 0.9, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}),
+    ],
+)
+def test_a_share_of_gpus_becomes_what_vllm_is_told(gpus: float, expected: dict[str, Any]) -> None:
+    assert Placement(gpus).settings(4096) == expected
+
+
 def test_a_misspelt_argument_is_named(start: Start, tied: Path) -> None:
     with pytest.raises(ValueError, match=r"'max_num_seq' is no argument of vllm.LLM. Did you mean 'max_num_seqs'"):
         start(tied, settings={"max_num_seq": 4})
@@ -298,8 +348,6 @@ def test_a_misspelt_argument_is_named(start: Start, tied: Path) -> None:
 def test_two_engines_draw_different_samples_without_a_seed_of_a_request(start: Start, tied: Path) -> None:
     """V2: vLLM's own default would give every runner the same samples."""
     from vllm import SamplingParams, TokensPrompt
-
-    from rllib_mhgpo.engines import Placement
 
     said = []
     for runner in (1, 2):
