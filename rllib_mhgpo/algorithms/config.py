@@ -18,7 +18,9 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from rllib_mhgpo.algorithms.opponents import Opponents, check_opponents
 from rllib_mhgpo.algorithms.registration import check_environment, import_named, make_environment, register
 from rllib_mhgpo.credit import AGGREGATIONS
+from rllib_mhgpo.engines.settings import check_engine, refuse_reshaping
 from rllib_mhgpo.errors import ConfigError, did_you_mean
+from rllib_mhgpo.llms import context_length
 from rllib_mhgpo.llms.lora import lora_settings
 from rllib_mhgpo.runner import LLMEnvRunner
 from rllib_mhgpo.sampling import STRATEGIES
@@ -66,8 +68,18 @@ class LLMConfig(AlgorithmConfig):
     dtype: Annotated[Literal["float32", "bfloat16"], Field(description="of forward passes; weights are float32")] = (
         "float32"
     )
-    engine: Annotated[Literal["hf"], Field(description="what generates")] = "hf"
-    engine_config: Annotated[dict[str, Any], Field(description="passed to the engine")] = {}  # noqa: RUF012  # copied
+    engine: Annotated[Literal["hf", "vllm"], Field(description="what generates: the training module, or vLLM")] = "hf"
+    engine_config: Annotated[
+        dict[str, Any], Field(description="hf: max_batch_tokens; vllm: arguments of vllm.LLM")
+    ] = {}  # noqa: RUF012  # copied
+    weight_sync: Annotated[
+        Literal["store", "nccl", "ipc"],
+        Field(description="how weights reach engines: Ray's object store, or vLLM's NCCL or IPC between GPUs"),
+    ] = "store"
+    sync_tolerance: Annotated[
+        float | None,
+        Field(gt=0, description="largest difference of log-probabilities after a weight sync; null: by dtype"),
+    ] = None
     lora: Annotated[
         dict[str, Any] | None,
         Field(description="train adapters alone: rank, alpha, target_modules, adapters (agents with one of their own)"),
@@ -196,7 +208,7 @@ class LLMConfig(AlgorithmConfig):
     @property
     def shares_module(self) -> bool:
         """True when runner and learner live in one process and use one module."""
-        return bool(self.num_env_runners == 0 and self.num_learners == 0)
+        return bool(self.engine == "hf" and self.num_env_runners == 0 and self.num_learners == 0)
 
     @property
     def zero_stage(self) -> int:
@@ -213,6 +225,11 @@ class LLMConfig(AlgorithmConfig):
         """Most tokens of any agent's response."""
         limits = self.max_response_tokens
         return limits if isinstance(limits, int) else max(limits.values())
+
+    def context_of(self, llm: str) -> int:
+        """Most tokens of prompt and response together for a model, as the engine may lower it."""
+        context = context_length(llm)
+        return int(min(context, self.engine_config.get("max_model_len", context)))
 
     def make_env(self, tokenizer: Any, context: int) -> AECEnv:
         """Builds the environment for a policy's tokenizer and context length, in tokens.
@@ -266,6 +283,7 @@ class LLMConfig(AlgorithmConfig):
     def _refuse_strangers(self, config_dict: Mapping[str, Any]) -> None:
         own, stock = own_keys(type(self)), type(self)().to_dict()
         known = {*own, *USED_RLLIB_KEYS}
+        refuse_reshaping(config_dict, "config: ")
         for key, value in config_dict.items():
             if key in known or key.startswith("_"):
                 continue
@@ -307,6 +325,7 @@ class LLMConfig(AlgorithmConfig):
         if not isinstance(self.lr, list) and not (isinstance(self.lr, int | float) and 0 <= self.lr < float("inf")):
             raise ConfigError(f"config: lr: expected a number of at least 0 or a schedule, found {self.lr!r}.")
         self._check_scale()
+        self._check_engine()
         if self.lora is not None:
             self.lora = lora_settings(self.lora)
             if self.reference_refresh:
@@ -378,6 +397,31 @@ class LLMConfig(AlgorithmConfig):
             raise ConfigError(
                 "config: sample_ahead: what is sampled ahead comes from older weights; set rollout_is_cap, such as 2.0."
             )
+
+    def _check_engine(self) -> None:
+        check_engine(self.engine, self.engine_config)
+        if self.engine == "vllm" and "past" in self.opponents.values():
+            raise ConfigError("config: opponents: past needs the engine hf, which holds an earlier policy beside it.")
+        if self.weight_sync != "store" and (
+            self.engine != "vllm" or not self.num_env_runners or not self.num_gpus_per_env_runner or self.lora
+        ):
+            raise ConfigError(
+                f"config: weight_sync: {self.weight_sync} needs engine: vllm, num_env_runners and "
+                "num_gpus_per_env_runner above 0, and no lora; store works everywhere."
+            )
+        if self.weight_sync == "nccl" and min(self.num_gpus_per_env_runner, self.num_gpus_per_learner) < 1:
+            raise ConfigError(
+                "config: weight_sync: nccl cannot talk between two processes on one GPU; give learners and runners "
+                "whole GPUs, or use ipc where they share them."
+            )
+        if self.weight_sync != "store" and self.sample_ahead:
+            raise ConfigError(f"config: weight_sync: {self.weight_sync} cannot wait for runners that sample ahead.")
+        if not self.engine_config.get("enable_sleep_mode"):
+            return
+        if not self.num_gpus_per_env_runner:
+            raise ConfigError("config: engine_config.enable_sleep_mode: expected num_gpus_per_env_runner above 0.")
+        if self.sample_ahead:
+            raise ConfigError("config: engine_config.enable_sleep_mode: an engine that samples ahead cannot sleep.")
 
     def as_json(self) -> dict[str, Any]:
         """Returns this package's keys and the environment as JSON-like values that :meth:`check` takes."""

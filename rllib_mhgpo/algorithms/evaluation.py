@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from pettingzoo import AECEnv
 from rllib_mhgpo.algorithms.checkpoints import POLICY, find_checkpoint
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import resolve_algorithm
-from rllib_mhgpo.engines import Cast, Engine, HFEngine
+from rllib_mhgpo.engines import Cast, Engine, HFEngine, Placement, VLLMEngine
 from rllib_mhgpo.errors import CheckpointError, ConfigError
-from rllib_mhgpo.llms import context_length, eos_ids, load_model, load_tokenizer, lora
+from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer, lora
+from rllib_mhgpo.runner import vllm_engine
 from rllib_mhgpo.sampling import ONE_TRAJECTORY
 from rllib_mhgpo.tree import RolloutTree
 from rllib_mhgpo.waves import Play, play
@@ -58,7 +60,7 @@ class System:
         (wave,) = self.answers(split)
         return {key: value for key, value in wave[0].items() if key not in ("gold", "scores", "root", "id")}
 
-    def player(self, source: str) -> HFEngine:
+    def player(self, source: str) -> Engine:
         """Returns an engine for another policy: a checkpoint, a model folder, a built-in name or a hub id.
 
         Raises:
@@ -128,14 +130,18 @@ def assemble(config: LLMConfig, llm: str, env_config: Mapping[str, Any]) -> Syst
 
     ``env_config`` is the configuration's before keys of it were replaced.
     """
-    context = context_length(llm)
+    context = config.context_of(llm)
     engine = config.cast(_engine(llm, config)).at(0)
     return System(config.make_env(load_tokenizer(llm), context), engine, config, context, env_config)
 
 
-def _engine(llm: str, config: LLMConfig) -> HFEngine:
+def _engine(llm: str, config: LLMConfig) -> HFEngine | VLLMEngine:
+    own_adapters = bool((config.lora or {}).get("adapters"))
+    if config.engine == "vllm" and not own_adapters and find_spec("vllm"):
+        return vllm_engine(config, llm, Placement(config.num_gpus_per_env_runner), lora=None)
     model, tokenizer = load_model(llm), load_tokenizer(llm)
-    settings, ends = {"tokenizer": tokenizer, **config.engine_config}, eos_ids(model, tokenizer)
+    settings: dict[str, Any] = {"tokenizer": tokenizer, **(config.engine_config if config.engine == "hf" else {})}
+    ends = eos_ids(model, tokenizer)
     if config.lora and config.lora.get("adapters") and (Path(llm) / lora.FOLDER).is_dir():
         model = lora.load_adapters(model, config.lora, Path(llm))
         settings["act_as"] = partial(lora.activate, model)

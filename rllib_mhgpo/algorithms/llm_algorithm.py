@@ -38,6 +38,7 @@ from rllib_mhgpo.algorithms.checkpoints import (
 )
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.guards import check_agents, guard
+from rllib_mhgpo.algorithms.handover import HandOver
 from rllib_mhgpo.algorithms.learner_pool import LearnerPool, one_update, refuse_shared_gpus, take_shards
 from rllib_mhgpo.algorithms.profiling import TABLE, phase_table, traced
 from rllib_mhgpo.algorithms.recording import Recorder
@@ -45,8 +46,9 @@ from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.algorithms.rewards import overlong_penalty, propagated
 from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
 from rllib_mhgpo.credit import token_weights
+from rllib_mhgpo.engines.vllm import require_vllm
 from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
-from rllib_mhgpo.runner import IN_STEP, Published
+from rllib_mhgpo.runner import IN_STEP
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
 from rllib_mhgpo.train_batch import TrainBatch
 from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
@@ -170,6 +172,8 @@ class LLMAlgorithm(Algorithm):
 
     def setup(self, config: Any) -> None:
         """Builds runners and learner; in one process they share one module."""
+        if config.get("engine") == "vllm":
+            require_vllm()
         super().setup(config)
         self.run_seed = secrets.randbits(31) if self.config.seed is None else int(self.config.seed)
         if self.config.shares_module:
@@ -185,7 +189,8 @@ class LLMAlgorithm(Algorithm):
         self.check_agents()
         self.recorder = Recorder(self.config, self._storage, self.logdir)
         self._ahead = {}
-        self._staleness = self._sync_bytes = 0
+        self.hand_over = HandOver(self.config, self.learners, self.pool)
+        self._staleness = 0
         self._dev: dict[str, float] = {}
         self._dev_start: dict[str, float] = {}
         self._history: list[dict[str, float]] = []
@@ -219,6 +224,8 @@ class LLMAlgorithm(Algorithm):
             following = self.iteration + 1
             roots = self._roots(following)
             self._ahead = self.pool.start(roots, self.recorder.recorded(self._training_play(following), roots))
+        if self.config.engine_config.get("enable_sleep_mode"):
+            self.pool.sleep()
         with self._clock("update"):
             update = self._update(batch, flat)
         self._updates = self.iteration + 1
@@ -240,7 +247,8 @@ class LLMAlgorithm(Algorithm):
         scale = {
             "staleness": self._staleness,
             "num_replaced_runners": self.pool.num_replaced,
-            "sync_mb": self._sync_bytes / 1e6,
+            "sync_mb": self.hand_over.size / 1e6,
+            "sync_logprob_diff": self.hand_over.difference,
         }
         return merged({**columns, **scale}, self.more_columns(flat, credit, update))
 
@@ -357,10 +365,9 @@ class LLMAlgorithm(Algorithm):
         return one_update(parts, len(batch))
 
     def _sync(self) -> None:
-        """Hands the learners' weights to the runners, through the object store."""
+        """Hands the learners' weights to the runners, which check them."""
         if not self.config.shares_module:
-            refs, self._sync_bytes = self.learners.each(lambda learner: learner.publish())[0]
-            self.pool.hand_over(Published(refs, self._updates))
+            self.hand_over.give(self._updates)
 
     # --- inside --------------------------------------------------------------------------------------------------
 

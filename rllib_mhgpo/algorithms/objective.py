@@ -34,6 +34,7 @@ class PolicyLearner(LLMLearner):
             "clip_fraction": surrogate.clipped.float(),
             "ratio_mean": surrogate.ratio,
             "engine_logprob_diff": (batch.logp.detach() - batch.engine_logp).abs(),
+            "engine_kl": KL_ESTIMATORS["k3"](batch.engine_logp, batch.logp.detach()),
         }
         if batch.ref_logp is not None:
             kl = KL_ESTIMATORS[config.kl_estimator](batch.logp, batch.ref_logp)
@@ -41,4 +42,5 @@ class PolicyLearner(LLMLearner):
             measured["kl"] = kl.detach()
         numbers = {name: (values * batch.mask).sum(1) for name, values in measured.items()}
         numbers["ratio_max"] = (surrogate.ratio * batch.mask).amax(1)
+        numbers["engine_logprob_diff_max"] = (measured["engine_logprob_diff"] * batch.mask).amax(1)
         return -(objective * batch.weight).sum(), numbers

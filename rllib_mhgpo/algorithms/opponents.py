@@ -12,7 +12,7 @@ import torch
 
 from rllib_mhgpo.algorithms.checkpoints import POLICY, find_checkpoint
 from rllib_mhgpo.algorithms.registration import import_named
-from rllib_mhgpo.engines import Cast, Engine, HFEngine, Written
+from rllib_mhgpo.engines import Cast, Engine, HFEngine, VLLMEngine, Written
 from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer, resolve_llm
 
@@ -28,23 +28,24 @@ class Opponents:
         refresh: iterations after which ``past`` becomes the present policy.
     """
 
-    def __init__(self, mine: HFEngine, players: Mapping[str, str], refresh: int) -> None:
+    def __init__(self, mine: HFEngine | VLLMEngine, players: Mapping[str, str], refresh: int) -> None:
         self.mine, self.refresh, self.period = mine, refresh, -1
-        self.past = copy.copy(mine)
+        self.past: HFEngine | None = None
         made: dict[str, Engine] = {who: self._player(who) for who in set(players.values())}
-        if PAST in made:
-            self.past.model = copy.deepcopy(mine.model)
         self.engine = Cast(mine, {agent: made[who] for agent, who in players.items()})
 
     def at(self, iteration: int) -> Engine:
         """Returns the engine for an iteration; in the first of each period the past policy becomes the present one."""
-        if self.past.model is not self.mine.model and iteration // self.refresh != self.period:
+        if self.past is not None and iteration // self.refresh != self.period:
+            assert isinstance(self.mine, HFEngine), "past needs the engine hf"
             self.period = iteration // self.refresh
             self.past.model.load_state_dict(self.mine.model.state_dict())
         return self.engine
 
     def _player(self, who: str) -> Engine:
-        if who == PAST:
+        if who == PAST and isinstance(self.mine, HFEngine):
+            self.past = copy.copy(self.mine)
+            self.past.model = copy.deepcopy(self.mine.model)
             return self.past
         if who == RANDOM:
             return Written(random_reply, who, self.mine.tokenizer)
@@ -61,7 +62,7 @@ def random_reply(env: Any, agent: str) -> str:
     return draw(agent)
 
 
-def loaded(who: str, mine: HFEngine) -> HFEngine:
+def loaded(who: str, mine: HFEngine | VLLMEngine) -> HFEngine:
     """Returns an engine for the policy of a checkpoint, or of what the key ``llm`` takes.
 
     Raises:
@@ -72,9 +73,9 @@ def loaded(who: str, mine: HFEngine) -> HFEngine:
     model, tokenizer = load_model(name), load_tokenizer(name)
     if tokenizer.get_vocab() != mine.tokenizer.get_vocab():
         raise ConfigError(f"opponents: {who!r} has another tokenizer than the policy and cannot read its prompts.")
-    device: torch.device = mine.model.device
-    engine = copy.copy(mine)
-    engine.model, engine.eos_ids = model.to(device), frozenset(eos_ids(model, tokenizer))
+    device = mine.model.device if isinstance(mine, HFEngine) else torch.device("cuda" if mine.place.gpus else "cpu")
+    engine = HFEngine(model.to(device), eos_ids(model, tokenizer), mine.dtype, tokenizer=tokenizer)
+    engine.max_batch_tokens = getattr(mine, "max_batch_tokens", engine.max_batch_tokens)
     return engine
 
 

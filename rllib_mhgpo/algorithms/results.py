@@ -159,7 +159,11 @@ def _columns(iteration: Iteration, similar: NDArray[np.float64], mine: NDArray[n
         },
         "ratio_max": _max(iteration.measured.get("ratio_max"), trained),
         # later steps are measured after the weights have moved
-        "engine_logprob_diff": _token_mean(iteration.measured.get("engine_logprob_diff"), lengths, first_step),
+        **{
+            name: _token_mean(iteration.measured.get(name), lengths, first_step)
+            for name in ("engine_logprob_diff", "engine_kl")
+        },
+        "engine_logprob_diff_max": _max(iteration.measured.get("engine_logprob_diff_max"), first_step),
     }
 
 

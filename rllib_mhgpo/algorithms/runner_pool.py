@@ -12,10 +12,10 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 from ray.rllib.env.env_runner_group import EnvRunnerGroup
 
-from rllib_mhgpo.errors import MHGPOError
+from rllib_mhgpo.errors import EngineError, MHGPOError
 from rllib_mhgpo.runner import LLMEnvRunner, Published, Rollouts
 from rllib_mhgpo.waves import Play
 
@@ -53,6 +53,7 @@ class RunnerPool:
         timeout_s: how long a runner may take for its roots, or for new weights.
         versions_apart: how far apart the weights of one batch's runners may be; 1 where batches are sampled ahead.
         num_replaced: runners that were lost so far.
+        republish: puts the weights where a new runner finds them, if they travel otherwise.
     """
 
     group: EnvRunnerGroup
@@ -60,6 +61,7 @@ class RunnerPool:
     versions_apart: int = 0
     num_replaced: int = 0
     published: Published | None = None
+    republish: Callable[[], Published] | None = None
     _active: dict[int, ActorHandle] = field(default_factory=dict)
     _joining: dict[int, tuple[ActorHandle, ray.ObjectRef]] = field(default_factory=dict)
 
@@ -71,6 +73,11 @@ class RunnerPool:
         """The runner in this process, where there are no others."""
         local: LLMEnvRunner | None = self.group.local_env_runner
         return None if self._active or self._joining else local
+
+    @property
+    def actors(self) -> list[ActorHandle]:
+        """The runners at work."""
+        return list(self._active.values())
 
     def first(self, function: Call) -> Any:
         """Returns what a function returns of any runner."""
@@ -103,8 +110,8 @@ class RunnerPool:
             for ref in done:
                 deal = waiting.pop(ref)
                 try:
-                    parts.append(ray.get(ref))
-                except (RayActorError, ObjectLostError) as error:
+                    parts.append(_result(ref))
+                except (RayActorError, ObjectLostError, EngineError) as error:
                     lost.append((deal, f"died: {str(error).splitlines()[0]}"))
             if not done:
                 late = [ref for ref, deal in waiting.items() if deal.since + self.timeout_s <= time.monotonic()]
@@ -119,20 +126,32 @@ class RunnerPool:
             raise MHGPOError(f"runners hold different weights: versions {versions}.")
         return parts
 
-    def hand_over(self, published: Published) -> None:
-        """Gives all runners new weights, and those that join later."""
+    def hand_over(self, published: Published) -> float:
+        """Gives all runners new weights, and those that join later; returns the largest of what they return.
+
+        Raises:
+            SyncError: a runner's engine does not compute with them.
+        """
         self.published = published
         if self.local is not None:
-            self.local.receive(published)
-            return
+            return self.local.receive(published)
+        apart = 0.0
         calls = {index: actor.apply.remote(partial(_receive, published)) for index, actor in self._active.items()}
         for index, call in calls.items():
             try:
-                ray.get(call, timeout=self.timeout_s)
-            except RayActorError as error:
+                apart = max(apart, _result(call, self.timeout_s))
+            except (RayActorError, EngineError) as error:
                 self._replace(index, f"died: {str(error).splitlines()[0]}")
             except GetTimeoutError:
                 self._replace(index, f"took no new weights within sample_timeout_s = {self.timeout_s:g} s")
+        return apart
+
+    def sleep(self) -> None:
+        """Lets the runners' engines give up the memory of GPUs that learners share, until the next weights."""
+        for runner in [self.local] if self.local is not None else []:
+            runner.sleep()
+        for ref in [actor.apply.remote(LLMEnvRunner.sleep) for actor in self._active.values()]:
+            _result(ref, self.timeout_s)
 
     def _deal(self, roots: list[int], how: Play, runners: Sequence[int], tries: int = 1) -> Deals:
         deals: Deals = {}
@@ -161,6 +180,8 @@ class RunnerPool:
     def _start(self, runner: int, lost: ActorHandle) -> None:
         """Starts a runner in the place of a lost one; it joins when it is ready."""
         group = self.group
+        if self.republish is not None and self.published is not None:
+            self.published = self.republish()
         actor = group._make_worker(
             env_creator=group._env_creator, validate_env=None, worker_index=runner, num_workers=len(self._active) + 1,
             recreated_worker=True, config=group._remote_config_obj_ref,
@@ -185,10 +206,10 @@ class RunnerPool:
             runner = refs[done[0]]
             actor, ready = self._joining.pop(runner)
             try:
-                ray.get(ready)
+                _result(ready)
                 if self.published is not None:  # newer than what it was started with
-                    ray.get(actor.apply.remote(partial(_receive, self.published)), timeout=self.timeout_s)
-            except (RayActorError, GetTimeoutError) as error:
+                    _result(actor.apply.remote(partial(_receive, self.published)), self.timeout_s)
+            except (RayActorError, GetTimeoutError, EngineError) as error:
                 failed += 1
                 log.warning("Env runner %d could not be started: %s", runner, str(error).splitlines()[0])
                 ray.kill(actor)
@@ -204,6 +225,15 @@ def _roll(roots: Sequence[int], how: Play, runner: LLMEnvRunner) -> Rollouts:
     return runner.rollout(roots, how)
 
 
-def _receive(published: Published | None, runner: LLMEnvRunner) -> None:
-    if published is not None:
-        runner.receive(published)
+def _receive(published: Published | None, runner: LLMEnvRunner) -> float:
+    return 0.0 if published is None else runner.receive(published)
+
+
+def _result(ref: ray.ObjectRef, timeout_s: float | None = None) -> Any:
+    """Returns what a runner returned, or raises its own error without the trace of the way it came."""
+    try:
+        return ray.get(ref, timeout=timeout_s)
+    except RayTaskError as error:
+        if isinstance(error.cause, MHGPOError):
+            raise error.cause from None
+        raise

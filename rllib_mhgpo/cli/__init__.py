@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from rllib_mhgpo import __version__
-from rllib_mhgpo.cli import ask, env, evaluate, example, index, plan, report, score, train, trees, watch
+from rllib_mhgpo.cli import ask, doctor, env, evaluate, example, index, plan, report, score, train, trees, watch
 from rllib_mhgpo.errors import MHGPOError
 
 
@@ -44,6 +44,7 @@ app.add_typer(env.app, name="env")
 app.command("ask", epilog=ask.EXAMPLES)(ask.ask)
 app.command("score")(score.score)
 app.command("plan", epilog=plan.EXAMPLES)(plan.plan)
+app.command("doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command("evaluate", epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command("trees", epilog=trees.EXAMPLES)(trees.trees)
 app.command("report", epilog=report.EXAMPLES)(report.report)

@@ -99,6 +99,7 @@ def show(console: Console, name: str, algorithm: Any, settings: Mapping[str, Any
 def processes(config: Any) -> Iterator[Process]:
     """Yields the processes of a run with their memory."""
     from rllib_mhgpo import footprint
+    from rllib_mhgpo.engines.vllm import CPU_CACHE_BYTES
     from rllib_mhgpo.llms.shape import model_shape
 
     shape = model_shape(config.llm, config.lora)
@@ -119,6 +120,9 @@ def processes(config: Any) -> Iterator[Process]:
     moved = [name for name, off in (("optimizer", how.offload_optimizer), ("weights", how.offload_param)) if off]
     offloaded = sum(parts.pop(name) for name in moved)
     cache = footprint.key_value_cache(shape, config.engine_config.get("max_batch_tokens", 32768), number)
+    if config.engine == "vllm":  # on a GPU it fills what gpu_memory_utilization leaves
+        given = 0 if config.num_gpus_per_env_runner else CPU_CACHE_BYTES
+        cache = float(config.engine_config.get("kv_cache_memory_bytes", given))
     if config.shares_module:
         yield Process("all in one", 1, 0, {**parts, "key-value cache": cache, "process": PROCESS})
         return

@@ -88,6 +88,18 @@ class HFEngine:
                 self._finish(batch, ids, temperature)
         return [[_completion(row) for row in group] for group in rows]
 
+    @torch.no_grad()
+    def score(self, prompt: Tokens, response: Tokens, temperature: float, agent: str = "") -> NDArray[np.float32]:
+        """Returns the log-probabilities of a given response, (R,)."""
+        if self.act_as is not None:
+            self.act_as(agent)
+        ids = self._tensor(np.concatenate([prompt, response]).astype(np.int64))[None]
+        with self._precision():
+            logits = self.model(input_ids=ids, logits_to_keep=len(response) + 1, use_cache=False).logits[0, :-1]
+        logp = torch.log_softmax(logits.float() / temperature, dim=-1)
+        found: NDArray[np.float32] = logp.gather(-1, ids[0, len(prompt) :, None])[:, 0].cpu().numpy()
+        return found
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes new weights by their names in the model's state dict; all must be there."""
         self.model.load_state_dict(dict(weights), strict=True)

@@ -1,0 +1,188 @@
+"""Weights from the learners to the runners' engines, by one of three ways, and a probe of what arrived.
+
+Through Ray's object store on any machine; on GPUs by vLLM's own transfer engines, NCCL between GPUs or IPC on one.
+However they travel, every engine then scores a fixed sequence as the learners do, or the run stops.
+"""
+
+import socket
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import ray
+import torch
+from ray.actor import ActorHandle
+from torch import Tensor
+
+from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.algorithms.learner_pool import LearnerPool
+from rllib_mhgpo.algorithms.runner_pool import RunnerPool
+from rllib_mhgpo.engines.probe import TOLERANCE, Probe, as_batch, fixed_sequence
+from rllib_mhgpo.llms.folders import architecture
+from rllib_mhgpo.runner import LLMEnvRunner, Published
+from rllib_mhgpo.sharding import is_first, whole
+
+
+class HandOver:
+    """Brings new weights to all runners.
+
+    Attributes:
+        size: bytes of the last ones.
+        difference: of log-probabilities, mean a token, learners against the farthest engine; NaN before.
+    """
+
+    def __init__(self, config: LLMConfig, learners: LearnerPool, pool: RunnerPool) -> None:
+        self.config, self.learners, self.pool = config, learners, pool
+        self.size, self.difference, self.version = 0, float("nan"), 0
+        self._connected: list[ActorHandle] = []
+        if config.weight_sync != "store":
+            pool.republish = self._stored
+
+    def give(self, version: int) -> None:
+        """Hands the learners' weights to all runners, and to those that join later.
+
+        Raises:
+            SyncError: an engine does not compute with them.
+        """
+        self.version = version
+        if self.config.weight_sync == "store":
+            published = self._stored()
+        else:
+            self._connect()
+            self.size = self.learners.each(_send)[0]
+            published = Published((), version, self.probes(), transferred=True)
+        self.difference = self.pool.hand_over(published)
+
+    def probes(self) -> list[Probe]:
+        """Lets the learners score a fixed sequence, with each of the adapters; collective."""
+        config = self.config
+        prompt, response = fixed_sequence(architecture(config.llm)["vocab_size"], config.context_of(config.llm))
+        agents = (config.lora or {}).get("adapters") or [""]
+        batch = as_batch(prompt, response, agents)
+        found = self.learners.each(lambda learner: learner.logprobs(batch))[0]
+        tolerance = config.sync_tolerance or TOLERANCE[config.dtype]
+        return [
+            Probe(prompt, response, expected, config.temperature, tolerance, agent)
+            for agent, expected in zip(agents, found, strict=True)
+        ]
+
+    def _stored(self) -> Published:
+        refs, self.size = self.learners.each(lambda learner: learner.publish())[0]
+        return Published(refs, self.version, self.probes())
+
+    def _connect(self) -> None:
+        """Makes learners and runners one group, anew where a runner was replaced."""
+        actors = self.pool.actors
+        if actors == self._connected:
+            return
+        address = self.learners.each(_free_address)[0]
+        workers = max(1, int(self.config.num_gpus_per_env_runner))
+        client = RunnersClient(actors, workers)
+        self.learners.each(partial(_open, self.config.weight_sync, client, address, 1 + len(actors) * workers))
+        self._connected = actors
+
+
+class RunnersClient:
+    """The runners' engines as vLLM's trainer side sees them (``VLLMWeightSyncClient``).
+
+    Args:
+        actors: the runners.
+        workers: processes of each one's engine.
+    """
+
+    def __init__(self, actors: list[ActorHandle], workers: int) -> None:
+        self.actors, self.workers = actors, workers
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Lets every engine join; each needs ranks of its own in the group."""
+        first = init_info.get("rank_offset")
+        infos = [
+            init_info if first is None else {**init_info, "rank_offset": first + place * self.workers}
+            for place in range(len(self.actors))
+        ]
+        calls = [partial(_on_engine, "init_weight_transfer_engine", {"init_info": info}) for info in infos]
+        ray.get([actor.apply.remote(call) for actor, call in zip(self.actors, calls, strict=True)])
+
+    def start_weight_update(self) -> None:
+        """Wakes every engine and makes it ready for new weights."""
+        self._all("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        """Lets every engine receive."""
+        self._all("update_weights", {"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """Ends the update of every engine."""
+        self._all("finish_weight_update")
+
+    def _all(self, method: str, *arguments: Any) -> None:
+        ray.get([actor.apply.remote(partial(_on_engine, method, *arguments)) for actor in self.actors])
+
+
+class LearnerWeights:
+    """A learner's weights as vLLM's trainer side reads them (``WeightSource``); sharded ones are gathered one by one.
+
+    Args:
+        module: the policy.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def metadata(self) -> list[Any]:
+        """Names, dtypes and shapes of what iteration yields."""
+        from vllm.distributed.weight_transfer import ParamMeta
+
+        return [
+            ParamMeta(name, self._dtype(tensor), tuple(getattr(tensor, "ds_shape", tensor.shape)))
+            for name, tensor in self.module._named().items()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.module._named().items():
+            with whole(tensor):
+                yield name, tensor.detach().to(self._dtype(tensor), copy=True)
+
+    def _dtype(self, tensor: Tensor) -> torch.dtype:
+        dtype: torch.dtype = self.module.dtype if tensor.is_floating_point() else tensor.dtype
+        return dtype
+
+
+def _on_engine(method: str, *call: Any) -> Any:
+    """Calls a method of vLLM on a runner; bound by ``partial``, so that the runner comes last."""
+    *arguments, runner = call
+    assert isinstance(runner, LLMEnvRunner)
+    engine: Any = runner.policy
+    if method == "start_weight_update":
+        engine.wake("weights")
+    return getattr(engine.llm, method)(*arguments)
+
+
+def _free_address(learner: Any) -> tuple[str, int]:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return ray.util.get_node_ip_address(), int(free.getsockname()[1])
+
+
+def _open(way: str, client: RunnersClient, address: tuple[str, int], processes: int, learner: Any) -> None:
+    """Opens the learner's end; the first one sends, the others gather with it."""
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    if hasattr(learner, "transfer"):
+        learner.transfer.shutdown()
+    rank = 0 if is_first() else 1 + learner._learner_index
+    info: Any = IPCTrainerInitInfo(rank=rank, packed=True)
+    if way == "nccl":
+        info = NCCLTrainerInitInfo(*address, processes, rank=rank)
+    learner.transfer = WeightTransferTrainerFactory.trainer_init(
+        info, client=client, source=LearnerWeights(learner._policy())
+    )
+
+
+def _send(learner: Any) -> int:
+    """Sends the weights; returns their bytes."""
+    learner.transfer.send_weights()
+    numbers = (meta for meta in learner.transfer.source.metadata())
+    return sum(meta.dtype.itemsize * int(torch.Size(meta.shape).numel()) for meta in numbers)

