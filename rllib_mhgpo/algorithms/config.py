@@ -17,8 +17,9 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from rllib_mhgpo.algorithms.opponents import Opponents, check_opponents
 from rllib_mhgpo.algorithms.registration import check_environment, import_named, make_environment, register
+from rllib_mhgpo.algorithms.scale_checks import check_adapters, check_engine_place, check_scale
 from rllib_mhgpo.credit import AGGREGATIONS
-from rllib_mhgpo.engines.settings import check_engine, refuse_reshaping
+from rllib_mhgpo.engines.settings import refuse_reshaping
 from rllib_mhgpo.errors import ConfigError, did_you_mean
 from rllib_mhgpo.llms import context_length
 from rllib_mhgpo.llms.lora import lora_settings
@@ -39,11 +40,6 @@ USED_RLLIB_KEYS = {
 Tokens = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-OWN_IN_DEEPSPEED = (
-    "fp16", "bf16", "optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-)  # fmt: skip
 
 FINITE = ConfigDict(allow_inf_nan=False)
 
@@ -324,16 +320,11 @@ class LLMConfig(AlgorithmConfig):
         check_environment(self.env, self.env_config)
         if not isinstance(self.lr, list) and not (isinstance(self.lr, int | float) and 0 <= self.lr < float("inf")):
             raise ConfigError(f"config: lr: expected a number of at least 0 or a schedule, found {self.lr!r}.")
-        self._check_scale()
-        self._check_engine()
+        check_scale(self)
+        check_engine_place(self)
         if self.lora is not None:
             self.lora = lora_settings(self.lora)
-            if self.reference_refresh:
-                raise ConfigError("config: reference_refresh: with lora the reference is the model without adapters.")
-            if self.zero_stage and self.lora["adapters"]:
-                raise ConfigError("config: lora.adapters: agents' own adapters cannot be sharded; leave deepspeed out.")
-            if self.opponents and self.lora["adapters"]:
-                raise ConfigError("config: lora.adapters: opponents play with one set of weights; share the adapter.")
+            check_adapters(self)
         if (self.minibatch_questions or 0) > self.questions_per_iteration:
             raise ConfigError(
                 f"config: minibatch_questions: expected at most questions_per_iteration = "
@@ -358,70 +349,6 @@ class LLMConfig(AlgorithmConfig):
                 f"config: fork_counts: expected numbers of at least 1, one of them at least 2; found {self.fork_counts}"
             )
         super().validate()
-
-    def _check_scale(self) -> None:
-        keys = ("zero_stage", "offload_optimizer", "offload_param", "config")
-        given = self.deepspeed or {}
-        strangers = [key for key in given if key not in keys]
-        if strangers:
-            hint = did_you_mean(strangers[0], keys)
-            raise ConfigError(
-                f"config: deepspeed: expected keys of {list(keys)}, found {strangers[0]!r}.{hint} DeepSpeed's "
-                "own keys go under config."
-            )
-        if given and given.get("zero_stage") not in (0, 1, 2, 3):
-            raise ConfigError(
-                f"config: deepspeed.zero_stage: expected 0, 1, 2 or 3, found {given.get('zero_stage')!r}."
-            )
-        if self.zero_stage and not self.num_learners:
-            raise ConfigError(
-                f"config: deepspeed: zero_stage {self.zero_stage} needs learners to spread over; set num_learners to "
-                "the number of GPUs, or to 1 to offload from one."
-            )
-        if given.get("offload_param") and self.zero_stage != 3:
-            raise ConfigError("config: deepspeed.offload_param: needs zero_stage 3, which spreads parameters.")
-        more = given.get("config", {})
-        ours = [key for key in OWN_IN_DEEPSPEED if key in more]
-        if ours or "stage" in more.get("zero_optimization", {}):
-            raise ConfigError(
-                f"config: deepspeed.config: {ours or ['zero_optimization.stage']} follow from dtype, grad_clip, lr and "
-                "zero_stage; leave them out."
-            )
-        if self.reference_refresh and self.zero_stage == 3:
-            raise ConfigError("config: reference_refresh: a reference that follows is not sharded; use zero_stage 2.")
-        if len(given) > 1 and not self.zero_stage:
-            raise ConfigError("config: deepspeed: offloading and DeepSpeed's own keys need a zero_stage of 1 to 3.")
-        if self.sample_ahead and not self.num_env_runners and not self.in_evaluation:
-            raise ConfigError("config: sample_ahead: expected num_env_runners of at least 1, found 0.")
-        if self.sample_ahead and self.rollout_is_cap is None:
-            raise ConfigError(
-                "config: sample_ahead: what is sampled ahead comes from older weights; set rollout_is_cap, such as 2.0."
-            )
-
-    def _check_engine(self) -> None:
-        check_engine(self.engine, self.engine_config)
-        if self.engine == "vllm" and "past" in self.opponents.values():
-            raise ConfigError("config: opponents: past needs the engine hf, which holds an earlier policy beside it.")
-        if self.weight_sync != "store" and (
-            self.engine != "vllm" or not self.num_env_runners or not self.num_gpus_per_env_runner or self.lora
-        ):
-            raise ConfigError(
-                f"config: weight_sync: {self.weight_sync} needs engine: vllm, num_env_runners and "
-                "num_gpus_per_env_runner above 0, and no lora; store works everywhere."
-            )
-        if self.weight_sync == "nccl" and min(self.num_gpus_per_env_runner, self.num_gpus_per_learner) < 1:
-            raise ConfigError(
-                "config: weight_sync: nccl cannot talk between two processes on one GPU; give learners and runners "
-                "whole GPUs, or use ipc where they share them."
-            )
-        if self.weight_sync != "store" and self.sample_ahead:
-            raise ConfigError(f"config: weight_sync: {self.weight_sync} cannot wait for runners that sample ahead.")
-        if not self.engine_config.get("enable_sleep_mode"):
-            return
-        if not self.num_gpus_per_env_runner:
-            raise ConfigError("config: engine_config.enable_sleep_mode: expected num_gpus_per_env_runner above 0.")
-        if self.sample_ahead:
-            raise ConfigError("config: engine_config.enable_sleep_mode: an engine that samples ahead cannot sleep.")
 
     def as_json(self) -> dict[str, Any]:
         """Returns this package's keys and the environment as JSON-like values that :meth:`check` takes."""

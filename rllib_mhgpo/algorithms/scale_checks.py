@@ -1,0 +1,91 @@
+"""What cannot be asked for together: learners, shards, adapters, engines and the ways of weights between them."""
+
+from typing import TYPE_CHECKING
+
+from rllib_mhgpo.engines.settings import check_engine
+from rllib_mhgpo.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from rllib_mhgpo.algorithms.config import LLMConfig
+
+OWN_IN_DEEPSPEED = (
+    "fp16", "bf16", "optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+)  # fmt: skip
+
+
+def check_scale(config: "LLMConfig") -> None:
+    """Refuses what learners, DeepSpeed and sampling ahead cannot do together."""
+    keys = ("zero_stage", "offload_optimizer", "offload_param", "config")
+    given = config.deepspeed or {}
+    strangers = [key for key in given if key not in keys]
+    if strangers:
+        hint = did_you_mean(strangers[0], keys)
+        raise ConfigError(
+            f"config: deepspeed: expected keys of {list(keys)}, found {strangers[0]!r}.{hint} DeepSpeed's "
+            "own keys go under config."
+        )
+    if given and given.get("zero_stage") not in (0, 1, 2, 3):
+        raise ConfigError(f"config: deepspeed.zero_stage: expected 0, 1, 2 or 3, found {given.get('zero_stage')!r}.")
+    if config.zero_stage and not config.num_learners:
+        raise ConfigError(
+            f"config: deepspeed: zero_stage {config.zero_stage} needs learners to spread over; set num_learners to "
+            "the number of GPUs, or to 1 to offload from one."
+        )
+    if given.get("offload_param") and config.zero_stage != 3:
+        raise ConfigError("config: deepspeed.offload_param: needs zero_stage 3, which spreads parameters.")
+    more = given.get("config", {})
+    ours = [key for key in OWN_IN_DEEPSPEED if key in more]
+    if ours or "stage" in more.get("zero_optimization", {}):
+        raise ConfigError(
+            f"config: deepspeed.config: {ours or ['zero_optimization.stage']} follow from dtype, grad_clip, lr and "
+            "zero_stage; leave them out."
+        )
+    if config.reference_refresh and config.zero_stage == 3:
+        raise ConfigError("config: reference_refresh: a reference that follows is not sharded; use zero_stage 2.")
+    if len(given) > 1 and not config.zero_stage:
+        raise ConfigError("config: deepspeed: offloading and DeepSpeed's own keys need a zero_stage of 1 to 3.")
+    if config.sample_ahead and not config.num_env_runners and not config.in_evaluation:
+        raise ConfigError("config: sample_ahead: expected num_env_runners of at least 1, found 0.")
+    if config.sample_ahead and config.rollout_is_cap is None:
+        raise ConfigError(
+            "config: sample_ahead: what is sampled ahead comes from older weights; set rollout_is_cap, such as 2.0."
+        )
+
+
+def check_engine_place(config: "LLMConfig") -> None:
+    """Refuses engines, and ways of weights to them, that the machine's parts do not allow."""
+    check_engine(config.engine, config.engine_config)
+    if config.engine == "vllm" and "past" in config.opponents.values():
+        raise ConfigError("config: opponents: past needs the engine hf, which holds an earlier policy beside it.")
+    if config.weight_sync != "store" and (
+        config.engine != "vllm" or not config.num_env_runners or not config.num_gpus_per_env_runner or config.lora
+    ):
+        raise ConfigError(
+            f"config: weight_sync: {config.weight_sync} needs engine: vllm, num_env_runners and "
+            "num_gpus_per_env_runner above 0, and no lora; store works everywhere."
+        )
+    if config.weight_sync == "nccl" and min(config.num_gpus_per_env_runner, config.num_gpus_per_learner) < 1:
+        raise ConfigError(
+            "config: weight_sync: nccl cannot talk between two processes on one GPU; give learners and runners "
+            "whole GPUs, or use ipc where they share them."
+        )
+    if config.weight_sync != "store" and config.sample_ahead:
+        raise ConfigError(f"config: weight_sync: {config.weight_sync} cannot wait for runners that sample ahead.")
+    if not config.engine_config.get("enable_sleep_mode"):
+        return
+    if not config.num_gpus_per_env_runner:
+        raise ConfigError("config: engine_config.enable_sleep_mode: expected num_gpus_per_env_runner above 0.")
+    if config.sample_ahead:
+        raise ConfigError("config: engine_config.enable_sleep_mode: an engine that samples ahead cannot sleep.")
+
+
+def check_adapters(config: "LLMConfig") -> None:
+    """Refuses what does not go with adapters."""
+    lora = config.lora or {}
+    if config.reference_refresh:
+        raise ConfigError("config: reference_refresh: with lora the reference is the model without adapters.")
+    if config.zero_stage and lora["adapters"]:
+        raise ConfigError("config: lora.adapters: agents' own adapters cannot be sharded; leave deepspeed out.")
+    if config.opponents and lora["adapters"]:
+        raise ConfigError("config: lora.adapters: opponents play with one set of weights; share the adapter.")
