@@ -34,9 +34,11 @@ from rllib_mhgpo.sharding import (
     largest,
     leave_group,
     shard_frozen,
+    summed,
 )
 from rllib_mhgpo.train_batch import NOTHING, MicroBatch, TrainBatch
 
+COUNTERS = ("num_updates", "skipped_in_a_row", "engine_differs")
 ENGINE_TOLERANCE = 1e-3
 """Where engine and learner differ by more in the mean, log-probabilities are computed anew before an update."""
 
@@ -124,6 +126,7 @@ class LLMLearner(TorchLearner):
         self.before_gradient_based_update(timesteps=timesteps or {})
         self._weights_seq_no += 1
         old_logprobs = self.old_logprobs(batch)
+        before = self.sums_before(batch, old_logprobs) if batch.previous is not None else np.zeros(0)
         self.micro.counts.clear()
         first_pass: dict[str, NDArray[np.float64]] = {}
         self.not_finite = []
@@ -136,7 +139,8 @@ class LLMLearner(TorchLearner):
                 numbers = self.accumulate(batch.weighted(factors), rows, old_logprobs)
                 norm = self.step(is_empty=not largest(len(rows), self._device))
                 if batch.previous is not None:
-                    factors *= np.exp(along_trajectories(self.log_ratios(batch, mine, old_logprobs), batch.previous))
+                    moved = np.where(mine, self.log_sums(batch, mine) - before, 0.0)
+                    factors *= np.exp(along_trajectories(moved, batch.previous))
                 skipped += norm is None
                 self.skipped_in_a_row = self.skipped_in_a_row + 1 if norm is None else 0
                 norms += [] if norm is None else [norm]
@@ -178,9 +182,10 @@ class LLMLearner(TorchLearner):
         self, batch: TrainBatch, rows: NDArray[np.int64], numbers: Mapping[str, NDArray[np.float64]]
     ) -> None:
         """Notes whether the engine's log-probabilities were the learner's, before the weights moved."""
-        tokens = sum(len(batch.responses[row]) for row in rows)
-        difference = numbers.get("engine_logprob_diff", np.zeros(1)).sum() / max(1, tokens)
-        self.engine_differs = bool(largest(int(difference > ENGINE_TOLERANCE), self._device))
+        apart = float(numbers.get("engine_logprob_diff", np.zeros(1)).sum())
+        total, count = summed([apart, batch.num_said(rows)], self._device)
+        if count:
+            self.engine_differs = not total <= count * ENGINE_TOLERANCE  # a NaN differs
 
     def step_beside(self, batch: TrainBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
         """Trains what is beside the policy (a critic) on the rows of a step; returns what was measured, as a hook."""
@@ -236,13 +241,14 @@ class LLMLearner(TorchLearner):
         out = self.module[DEFAULT_MODULE_ID].forward_train(tensors)
         old = self._tensor(right_pad([old_logprobs[i] for i in rows], mask.shape[1]))
         engine = self._tensor(right_pad([batch.logprobs[i] for i in rows], mask.shape[1]))
+        cap = self.config.rollout_is_cap
         return MicroBatch(
             logp=out["logp"].masked_fill(~mask, 0.0),
             entropy=out["entropy"].masked_fill(~mask, 0.0),
             ref_logp=self._reference_logp(tensors, mask) if self.config.uses_reference else None,
             old_logp=old,
             engine_logp=engine,
-            importance=torch.exp(old - engine).clamp(max=self.config.rollout_is_cap or 1.0),
+            importance=torch.exp(old - engine).clamp(max=cap) if cap else torch.ones_like(old),
             advantage=self._tensor(batch.advantage_rows(rows, mask.shape[1])),
             weight=self._tensor(batch.weights[rows].astype(np.float32))[:, None] * mask,
             mask=mask,
@@ -254,15 +260,21 @@ class LLMLearner(TorchLearner):
         self._fill(result, llm or self._policy().llm, batch, np.arange(len(batch)))
         return result
 
-    def log_ratios(
-        self, batch: TrainBatch, mine: NDArray[np.bool_], old_logprobs: Sequence[NDArray[np.float32]]
-    ) -> NDArray[np.float64]:
-        """Returns how much likelier the present policy makes some responses: summed log-ratios, (B,), 0 elsewhere."""
-        ratios, rows = np.zeros(len(batch)), np.flatnonzero(mine)
-        for part, now, mask in self._passes(self._policy().llm, batch, rows):
-            old = right_pad([old_logprobs[i] for i in rows[part]], mask.shape[1])
-            ratios[rows[part]] = ((now - self._tensor(old)) * mask).sum(1).double().cpu().numpy()
-        return ratios
+    def sums_before(self, batch: TrainBatch, old_logprobs: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+        """Returns the summed log-probabilities of all responses before an update, (B,); see :meth:`old_logprobs`."""
+        if self.config.rollout_is_cap or self.engine_differs:
+            steps = range(largest(int(batch.steps.max(initial=-1)) + 1, self._device))
+            return np.asarray(sum(self.log_sums(batch, batch.steps == step) for step in steps))
+        said = batch.said or [None] * len(batch)
+        pairs = zip(old_logprobs, said, strict=True)
+        return np.array([float((old if mask is None else old[mask]).sum()) for old, mask in pairs])
+
+    def log_sums(self, batch: TrainBatch, mine: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Returns the summed log-probabilities of some responses under the present policy, (B,), 0 elsewhere."""
+        sums, rows = np.zeros(len(batch)), np.flatnonzero(mine)
+        for part, now, _ in self._passes(self._policy().llm, batch, rows):
+            sums[rows[part]] = now.sum(1).double().cpu().numpy()
+        return sums
 
     def reference_kl(self, batch: TrainBatch) -> NDArray[np.float64]:
         """Returns the sum over each response of ``log-probability when sampled - that of the reference``, (B,)."""
@@ -280,7 +292,7 @@ class LLMLearner(TorchLearner):
         """Adds the reference policy where it moves; otherwise it is the policy that the run began with."""
         state: dict[str, Any] = super().get_state(*args, **kwargs)
         if COMPONENT_OPTIMIZER in state:
-            state["num_updates"] = self.num_updates
+            state |= {name: getattr(self, name) for name in COUNTERS}
             if self.config.reference_refresh and self.reference is not None:
                 state["reference"] = {name: tensor.cpu() for name, tensor in self.reference.state_dict().items()}
         return state
@@ -288,7 +300,8 @@ class LLMLearner(TorchLearner):
     def set_state(self, state: dict[str, Any]) -> None:
         """Takes a state of :meth:`get_state`."""
         super().set_state(state)
-        self.num_updates = state.get("num_updates", self.num_updates)
+        for name in COUNTERS:
+            setattr(self, name, state.get(name, getattr(self, name)))
         if "reference" in state and self.reference is not None:
             self.reference.load_state_dict(state["reference"])
 

@@ -5,7 +5,7 @@ functions here but :meth:`backward` are collective: every learner calls them, in
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -36,6 +36,15 @@ def largest(value: int, device: torch.device) -> int:
     shared = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
     return int(shared.item())
+
+
+def summed(values: Sequence[float], device: torch.device) -> list[float]:
+    """Returns the sums of all learners' values."""
+    if num_learners() == 1:
+        return list(values)
+    shared = torch.tensor(values, dtype=torch.float32, device=device)
+    dist.all_reduce(shared)
+    return [float(value) for value in shared.tolist()]
 
 
 def leave_group() -> None:

@@ -75,6 +75,11 @@ class TrainBatch:
             return np.asarray(self.advantages != 0)
         return np.array([bool(np.any(values)) for values in self.advantages], dtype=bool)
 
+    def num_said(self, rows: NDArray[np.int64]) -> int:
+        """How many tokens the policy said in some responses."""
+        said = self.said or [None] * len(self)
+        return sum(len(self.responses[row]) if (s := said[row]) is None else int(s.sum()) for row in rows)
+
     def take(self, rows: NDArray[np.int64]) -> "TrainBatch":
         """Returns some rows, (b,), whole trajectories where roles are updated one after the other."""
         place = np.full(len(self) + 1, -1)  # the last is that of -1, no row

@@ -52,6 +52,8 @@ class Play:
 
     def limit(self, agent: str, prompt_length: int) -> int:
         """Most tokens of a response of ``agent`` to a prompt of this length."""
+        if not prompt_length:
+            raise RolloutError(f"agent {agent!r}: the prompt has no tokens; expected at least one.")
         limit = self.max_tokens if isinstance(self.max_tokens, int) else self.max_tokens[agent]
         if self.context is None:
             return limit

@@ -14,6 +14,7 @@ from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.llms.lora import lora_settings
 from rllib_mhgpo.micro_batches import MicroBatches
 from rllib_mhgpo.modules import scoring
+from rllib_mhgpo.modules.llm_module import work_of
 from rllib_mhgpo.modules.scoring import head_of, response_logprobs, tree_mask
 from rllib_mhgpo.packing import Rows, Sharing, lay_out, plan
 from rllib_mhgpo.spaces import Tokens
@@ -237,6 +238,11 @@ def test_log_probabilities_are_computed_anew_where_the_engine_differs(tmp_path: 
     second = update(learner, off)["rows"]["measured"]["ratio_max"]
     assert first == pytest.approx(np.full(9, np.exp(-0.01)), rel=1e-4)
     assert second == pytest.approx(np.ones(9), rel=1e-5)
+    laid = learner.micro.lay_out(off, np.arange(9), learner.micro.cut(off, np.arange(9))[0])
+    assert (learner.forward(laid, exact).importance == 1).all()  # no cap, no correction
+    assert learner.get_state()["engine_differs"]
+    update(learner, TrainBatch(**{**vars(off), "weights": np.zeros(9)}))
+    assert learner.engine_differs  # where nothing was computed, nothing was learned of the engine
     good = TrainBatch(**{**vars(batch), "logprobs": exact})
     update(learner, good)
     assert not learner.engine_differs
@@ -247,3 +253,35 @@ def test_micro_batches_of_agents_with_adapters_have_one_agent(tmp_path: Path) ->
     micro = MicroBatches(Sharing("shared"), 8192, ["a", "b"], Work(1, 1, 1), torch.device("cpu"))
     for part in micro.cut(batch, np.arange(9)):
         assert len({batch.agents[i] for i in part.sequences}) == 1
+
+
+@pytest.mark.parametrize("packing", ["auto", "plain"])
+def test_a_kind_of_packing_that_a_model_does_not_take_is_left(tmp_path: Path, packing: str) -> None:
+    """Bloom's distances run on through a packed row, too."""
+    assert make_learner(save_toy(tmp_path, "bloom"), packing=packing).micro.sharing.mode == "off"
+
+
+def test_work_of_models_without_a_head_size_of_their_own() -> None:
+    """Embeddings 258 x 32, shared with the head; two layers of two heads of 16."""
+    model = toy_model(toy_tokenizer(), "gpt2")
+    work = work_of(model)
+    assert (work.head, work.attention) == (258 * 32, 2 * 2 * 16)
+    assert work.body == sum(p.numel() for p in model.parameters()) - 258 * 32
+
+
+def test_roles_in_turn_start_from_a_ratio_of_one_where_the_engine_differs(tmp_path: Path) -> None:
+    """With a rate of 0 nothing moves: the later role's advantages are its own, whatever the engine said."""
+    learner = make_learner(save_toy(tmp_path), lr=0.0, kl_beta=0.0)
+    batch = tree_batch()
+    steps, previous = np.array([0, 1] * 4 + [0]), np.array([-1, 0, -1, 2, -1, 4, -1, 6, -1])
+    off = [values + 0.05 for values in learner.logprobs(batch)]
+    advantages = np.where(np.arange(9) % 4, batch.advantages, 0.0)  # some move nothing and are not computed
+    chained = TrainBatch(
+        **{**vars(batch), "logprobs": off, "steps": steps, "previous": previous, "advantages": advantages}
+    )
+    learner.engine_differs = True
+    seen: list[Any] = []
+    accumulate = learner.accumulate
+    learner.accumulate = lambda given, *rest: (seen.append(np.array(given.advantages)), accumulate(given, *rest))[1]  # type: ignore[func-returns-value,method-assign]
+    update(learner, chained)
+    assert seen[1] == pytest.approx(advantages, rel=1e-5)

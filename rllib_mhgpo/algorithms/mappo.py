@@ -118,7 +118,8 @@ class MAPPO(LLMAlgorithm):
         whitened = whiten(advantages, np.where(counted, flat.agent, -1))
         return {
             **credit, "group": group, "zero_std": groups.zero_std, "singleton": groups.singleton, "counted": counted,
-            "advantage": np.array([float(each.mean()) for each in whitened]), "token_advantage": as_objects(whitened),
+            "advantage": np.array([float(each.sum()) / max(1, len(each)) for each in whitened]),
+            "token_advantage": as_objects(whitened),
             "value": as_objects(values), "return": as_objects(returns), "critic_prompt": as_objects(prompts),
         }  # fmt: skip
 
@@ -171,12 +172,12 @@ class MAPPO(LLMAlgorithm):
                 "config: gae_level: turn needs trajectories of several acts, found one act in each; use token."
             )
         earned = credit["reward_specific"] + flat.shared[np.arange(len(flat.team)), flat.team]
-        first = np.array([value[0] for value in values])
+        first = np.array([value[0] if len(value) else 0.0 for value in values])
         turns = gae_over_turns(earned, first, flat.previous, self.config.gamma, self.config.lambda_)
         advantages = [np.full(len(value), turn) for value, turn in zip(values, turns, strict=True)]
         returns = [np.full(len(value), np.nan) for value in values]
         for target, turn, value in zip(returns, turns, first, strict=True):
-            target[0] = turn + value
+            target[:1] = turn + value
         return advantages, returns
 
 
@@ -244,7 +245,7 @@ def paid_at_end(tokens: int, reward: float) -> Floats:
     [0.0, 0.0, 0.5]
     """
     rewards = np.zeros(tokens)
-    rewards[-1] = reward
+    rewards[-1:] = reward
     return rewards
 
 

@@ -148,10 +148,16 @@ class RunnerPool:
 
     def sleep(self) -> None:
         """Lets the runners' engines give up the memory of GPUs that learners share, until the next weights."""
-        for runner in [self.local] if self.local is not None else []:
-            runner.sleep()
-        for ref in [actor.apply.remote(LLMEnvRunner.sleep) for actor in self._active.values()]:
-            _result(ref, self.timeout_s)
+        if self.local is not None:
+            self.local.sleep()
+        calls = {index: actor.apply.remote(LLMEnvRunner.sleep) for index, actor in self._active.items()}
+        for index, call in calls.items():
+            try:
+                _result(call, self.timeout_s)
+            except (RayActorError, EngineError) as error:
+                self._replace(index, f"died: {str(error).splitlines()[0]}")
+            except GetTimeoutError:
+                self._replace(index, f"did not go to sleep within sample_timeout_s = {self.timeout_s:g} s")
 
     def _deal(self, roots: list[int], how: Play, runners: Sequence[int], tries: int = 1) -> Deals:
         deals: Deals = {}
@@ -207,6 +213,8 @@ class RunnerPool:
             actor, ready = self._joining.pop(runner)
             try:
                 _result(ready)
+                if self.published is not None and self.published.transferred and self.republish is not None:
+                    self.published = self.republish()  # what went from GPU to GPU has passed it by
                 if self.published is not None:  # newer than what it was started with
                     _result(actor.apply.remote(partial(_receive, self.published)), self.timeout_s)
             except (RayActorError, GetTimeoutError, EngineError) as error:

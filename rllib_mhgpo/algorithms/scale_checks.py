@@ -34,7 +34,7 @@ def check_scale(config: "LLMConfig") -> None:
         )
     if given.get("offload_param") and config.zero_stage != 3:
         raise ConfigError("config: deepspeed.offload_param: needs zero_stage 3, which spreads parameters.")
-    more = given.get("config", {})
+    more = given.get("config") or {}
     ours = [key for key in OWN_IN_DEEPSPEED if key in more]
     if ours or "stage" in more.get("zero_optimization", {}):
         raise ConfigError(

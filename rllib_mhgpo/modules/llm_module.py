@@ -24,7 +24,7 @@ from rllib_mhgpo.errors import CheckpointError
 from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer
 from rllib_mhgpo.llms.lora import activate, adapter_names, add_adapters, read_adapters, save_adapted
-from rllib_mhgpo.modules.scoring import head_of, is_head_last, longest_shared, response_logprobs, takes_trees
+from rllib_mhgpo.modules.scoring import head_of, is_head_last, longest_shared, response_logprobs, shares_rows
 from rllib_mhgpo.packing import Sharing
 from rllib_mhgpo.sharding import is_sharded, whole
 
@@ -107,11 +107,13 @@ class LLMRLModule(TorchRLModule):
         A model that cannot share rows has rows back to back where its attention has kernels for that.
         """
         self.in_pieces = is_head_last(self.llm)
-        if mode in ("auto", "shared") and not takes_trees(self.llm):
+        if mode in ("auto", "shared") and not shares_rows(self.llm, "tree"):
             mode = "plain" if "flash" in str(self.llm.config._attn_implementation) else "off"
+        if mode == "plain" and not shares_rows(self.llm, "packed"):
+            mode = "off"
         work = work_of(self.llm)
         # attention compares at four operations a channel, weights take two
-        linear_cost = work.body / (2 * work.attention)
+        linear_cost = work.body / max(1, 2 * work.attention)
         return Sharing(mode, linear_cost, longest_shared(self.llm), MOST_PADDING[self.llm.device.type != "cpu"])
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
@@ -256,5 +258,6 @@ def work_of(llm: PreTrainedModel) -> Work:
     config = llm.config.get_text_config()
     tables = {llm.get_input_embeddings().weight, head_of(llm).get_parameter("weight")}
     body = sum(parameter.numel() for parameter in llm.parameters()) - sum(table.numel() for table in tables)
-    queries = config.num_attention_heads * getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    return Work(body, head_of(llm).get_parameter("weight").numel(), config.num_hidden_layers * queries)
+    heads = getattr(config, "num_attention_heads", 0)  # a model without attention has none
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    return Work(body, head_of(llm).get_parameter("weight").numel(), config.num_hidden_layers * heads * width)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from rllib_mhgpo.losses import token_logprobs
-from rllib_mhgpo.packing import Layout, Rows, lay_out
+from rllib_mhgpo.packing import Attention, Layout, Rows, lay_out
 
 LOGITS_AT_ONCE = 1 << 25
 """Most logits of a piece: 128 MiB in float32."""
@@ -133,16 +133,16 @@ def is_head_last(llm: torch.nn.Module) -> bool:
     return _same(_tried(llm, "causal", in_pieces=False), _tried(llm, "causal", in_pieces=True))
 
 
-def takes_trees(llm: PreTrainedModel) -> bool:
+def shares_rows(llm: PreTrainedModel, attention: Attention) -> bool:
     """Whether a model scores sequences that share a row as it scores them alone; found by trying.
 
     A model whose attention knows only distances within a row (ALiBi), or that has states instead, does not.
     """
-    if llm.config._attn_implementation != "sdpa":  # others take masks of their own kind
+    if attention == "tree" and llm.config._attn_implementation != "sdpa":  # others take masks of their own kind
         return False
     try:
-        return _same(_tried(llm, "causal", in_pieces=False), _tried(llm, "tree", in_pieces=False))
-    except (RuntimeError, TypeError, ValueError):
+        return _same(_tried(llm, "causal", in_pieces=False), _tried(llm, attention, in_pieces=False))
+    except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError):
         return False
 
 
@@ -154,11 +154,11 @@ def longest_shared(llm: PreTrainedModel) -> float:
 
 
 @torch.no_grad()
-def _tried(llm: torch.nn.Module, attention: Any, in_pieces: bool) -> Tensor:
+def _tried(llm: torch.nn.Module, attention: Attention, in_pieces: bool) -> Tensor:
     """Log-probabilities of two responses to one prompt, and of a third to its beginning."""
     prompts = [np.array(ids, np.int32) for ids in ([1, 2, 3], [1, 2, 3], [1, 2])]
     responses = [np.array(ids, np.int32) for ids in ([4, 5, 6], [5, 7, 8, 9], [6, 1])]
-    rows = Rows([[2, 0, 1]] if attention == "tree" else [[2], [0], [1]], attention)
+    rows = Rows([[2], [0], [1]] if attention == "causal" else [[2, 0, 1]], attention)
     layout = lay_out(prompts, responses, rows, [np.ones(len(response), bool) for response in responses])
     batch = as_tensors(layout, next(llm.parameters()).device)
     return response_logprobs(llm, head_of(llm), batch, 1.0, in_pieces=in_pieces)[0]
@@ -169,8 +169,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 @torch.no_grad()
-def matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 1024, times: int = 3) -> float:
+def matmul_rate(device: torch.device, dtype: torch.dtype, times: int = 3) -> float:
     """Returns the best rate of a large matrix product, in floating-point operations a second."""
+    size = 1024 if device.type == "cpu" else 8192
     one, best = torch.ones((size, size), device=device, dtype=dtype), float("inf")
     for _ in range(times):
         started = time.perf_counter()
