@@ -56,13 +56,18 @@ class Bench:
         """Who acts."""
         return list(self.env.possible_agents)
 
+    @property
+    def num_roots(self) -> int:
+        """How many training roots there are; an environment that does not say has as many as one asks for."""
+        return int(self.env.num_roots("train")) if hasattr(self.env, "num_roots") else 1_000_000
+
     def play(self, engine: Engine, count: int, strategy: Strategy = ONE_TRAJECTORY) -> list[Any]:
         """Plays the first training questions."""
         how = Play(
             strategy, self.config.temperature, self.config.max_response_tokens, (0, 0), context=self.context,
             void_errors=True, max_turns=self.config.max_turns,
         )  # fmt: skip
-        return play(self.env, engine, range(min(count, int(self.env.num_roots("train")))), how, {})
+        return play(self.env, engine, range(min(count, self.num_roots)), how, {})
 
 
 def system_checks(config: Any) -> Iterator[Finding]:
@@ -110,7 +115,7 @@ def data(bench: Bench) -> Finding:
     """Shows the fingerprints of questions, corpus and index."""
     prints = dict(getattr(bench.env.unwrapped, "fingerprints", {}))
     seen = ", ".join(f"{name} {value}" for name, value in prints.items()) or "none: no questions or corpus of its own"
-    count, wanted = int(bench.env.num_roots("train")), bench.config.questions_per_iteration
+    count, wanted = bench.num_roots, bench.config.questions_per_iteration
     if count < wanted:
         remedy = f"lower questions_per_iteration to {count}, or give more questions"
         return Finding("questions and corpus", "fail", f"{count} questions, {wanted} an iteration; {seen}", remedy)
@@ -197,7 +202,9 @@ def _policy(config: Any) -> tuple[LLMRLModule, HFEngine | VLLMEngine]:
     gpu = torch.cuda.is_available()
     settings = {"llm": config.llm, "dtype": config.dtype, "temperature": config.temperature, "lora": None}
     module = LLMRLModule(model_config=settings, observation_space=None, action_space=None)
-    module.llm.to("cuda" if gpu else "cpu")
+    # beside an engine that takes most of its GPU the learner has another one, or none
+    others = "cuda:1" if torch.cuda.device_count() > 1 else "cpu"
+    module.llm.to("cpu" if not gpu else "cuda" if config.engine == "hf" else others)
     if config.engine == "hf":
         settings = {"tokenizer": module.tokenizer, **config.engine_config}
         return module, HFEngine(module.llm, module.eos_ids, module.dtype, **settings)
