@@ -41,8 +41,8 @@ def test_a_node_is_lost_in_the_middle_of_an_iteration(cluster: Cluster, make: Ma
     cluster.remove_node(second, allow_graceful=False)
     trees = [tree for part in algorithm.pool.finish(deals) for tree in part.trees]
     assert sorted(tree.root for tree in trees) == list(range(6))
-    assert len(algorithm.pool._active) == 1
-    assert np.isfinite(row(algorithm)["grad_norm"])
+    assert np.isfinite(row(algorithm)["grad_norm"])  # where the runner had answered in time, its loss is seen here
+    assert algorithm.pool.num_replaced == 1
     cluster.add_node(num_cpus=1)
     for _, is_ready in list(algorithm.pool._joining.values()):
         ray.get(is_ready)

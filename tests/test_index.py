@@ -383,8 +383,8 @@ def test_the_command_builds_describes_searches_and_measures(tmp_path: Path, enco
     ("arguments", "message"),
     [
         (("build", "none.jsonl", "--out", "x"), "none.jsonl: no such file"),
-        (("info", "none"), "expected a part of a saved index"),
-        (("search", "none", "x"), "expected a part of a saved index"),
+        (("info", "none"), "expected the folder of an index, found no such folder"),
+        (("search", "none", "x"), "expected the folder of an index, found no such folder"),
         (("build", "FILE", "--out", "x", "--encoder", "tfidff"), "Did you mean 'tfidf'"),
         (("build", "FILE", "--out", "x", "--encoder", "bm25", "--index", "HNSW8"), "has no vectors to encode"),
         (("build", "FILE", "--out", "x", "--gpus", "1"), "--gpus: needs --workers"),

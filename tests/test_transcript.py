@@ -194,9 +194,9 @@ def test_retrieved_tokens_have_no_gradient(grpo: Callable[..., GRPO]) -> None:
     clean = gradient()
     whole.logprobs = np.where(whole.said, -4.0, -77.0).astype(np.float32)
     assert torch.equal(clean, gradient())
-    micro = learner.forward(
-        TrainBatch.of([whole], one, one, np.zeros(1, dtype=np.int64)), np.array([0]), [whole.logprobs]
-    )
+    batch, first = TrainBatch.of([whole], one, one, np.zeros(1, dtype=np.int64)), np.array([0])
+    (part,) = learner.micro.cut(batch, first)
+    micro = learner.forward(learner.micro.lay_out(batch, first, part), [whole.logprobs])
     assert (micro.weight[0] != 0).tolist() == whole.said.tolist()
 
 
