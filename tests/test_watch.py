@@ -1,12 +1,16 @@
 """``rllib watch``: a run while it goes on, in the terminal and as a local page."""
 
+import os
 import socket
+import subprocess
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from http.server import HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,8 +19,8 @@ from typer.testing import CliRunner
 from rllib_mhgpo.cli import app
 from rllib_mhgpo.cli.watch import changes
 from rllib_mhgpo.errors import ConfigError, DataError
-from rllib_mhgpo.views.compare import Group
-from rllib_mhgpo.views.dashboard import dashboard
+from rllib_mhgpo.views.compare import Group, group_trials
+from rllib_mhgpo.views.dashboard import dashboard, headlines
 from rllib_mhgpo.views.runs import find_trials
 from rllib_mhgpo.views.server import make_server
 from tests.test_report import row, trial
@@ -67,6 +71,29 @@ def test_a_trial_that_failed_has_ended_unless_it_was_resumed(tmp_path: Path) -> 
     for date, ended in (("2026-11-30_02-34-59", True), ("2026-11-30_02-35-01", False)):
         trial(tmp_path, [row(1, 0.5, date=date)])
         assert find_trials(place)[0].ended is ended
+
+
+def test_a_run_whose_process_is_gone_has_stopped(tmp_path: Path) -> None:
+    """After a kill nothing is written any more; a run that is being resumed has written its parameters."""
+    with subprocess.Popen(["true"]) as process:
+        pass
+    here = {"hostname": socket.gethostname(), "pid": process.pid}
+    place, minute = trial(tmp_path, [row(1, 0.25, **here)]), time.time() - 60
+
+    def state(result: float = minute, parameters: float = minute - 1, **changes: Any) -> str:
+        trial(tmp_path, [row(1, 0.25, **{**here, **changes})])
+        os.utime(place / "result.json", (result, result))
+        os.utime(place / "params.json", (parameters, parameters))
+        (line,) = headlines(group_trials(find_trials(tmp_path)))
+        return line.rpartition("iterations, ")[2]
+
+    assert state() == "stopped: no process, last row 1 minutes ago; rllib train ... --resume goes on"
+    assert [len(groups) for groups in changes([tmp_path])] == [1]
+    for going_on in (
+        {"pid": os.getpid()}, {"hostname": "elsewhere"}, {"parameters": time.time()}, {"result": time.time()}
+    ):  # fmt: skip
+        assert state(**going_on) == "running", going_on
+    assert state(done=True) == "ended"
 
 
 @pytest.fixture

@@ -48,19 +48,20 @@ def watch(
 
 
 def changes(runs: Sequence[Path], wait: Callable[[float], None] = time.sleep) -> Iterator[list["Group"]]:
-    """Yields the runs at once and whenever a file of theirs has changed, until all have ended."""
+    """Yields the runs at once and whenever a file of theirs has changed, until all have ended or were interrupted."""
     from rllib_mhgpo.views.compare import group_trials
     from rllib_mhgpo.views.runs import find_trials, signature
 
     seen = None
     while True:
         now = signature(runs)
-        if now != seen:
+        trials = [trial for run in runs for trial in find_trials(run)]
+        is_over = all(trial.ended or trial.interrupted is not None for trial in trials)
+        if now != seen or is_over:
             seen = now
-            groups = group_trials(trial for run in runs for trial in find_trials(run))
-            yield groups
-            if all(trial.ended for group in groups for trial in group.trials):
-                return
+            yield group_trials(trials)
+        if is_over:
+            return
         wait(SECONDS)
 
 

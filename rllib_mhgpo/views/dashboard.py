@@ -43,9 +43,19 @@ def headlines(groups: Sequence[Group]) -> list[str]:
     """How far each configuration is."""
     return [
         f"{group.label}: {len(group.trials)} {'trial' if len(group.trials) == 1 else 'trials'}, "
-        f"{group.iterations} iterations, {'ended' if all(trial.ended for trial in group.trials) else 'running'}"
+        f"{group.iterations} iterations, {_state(group)}"
         for group in groups
     ]
+
+
+def _state(group: Group) -> str:
+    if all(trial.ended for trial in group.trials):
+        return "ended"
+    silent = [trial.interrupted for trial in group.trials if not trial.ended]
+    known = [seconds for seconds in silent if seconds is not None]
+    if len(known) < len(silent):
+        return "running"
+    return f"stopped: no process, last row {min(known) / 60:.0f} minutes ago; rllib train ... --resume goes on"
 
 
 def alert_lines(groups: Sequence[Group]) -> list[Text]:

@@ -6,6 +6,8 @@ Reads what Ray Tune writes, also while it writes it: an unfinished last line is 
 import json
 import os
 import re
+import socket
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from rllib_mhgpo.errors import DataError
 from rllib_mhgpo.records import FOLDER
 
 RESULTS, PARAMETERS, ERRORS = "result.json", "params.json", "error.txt"
+SILENT_S, STARTING_S = 30.0, 600.0
+"""How long a run without a process may be silent: a trial that waits for its turn, one that is being resumed."""
 Row = dict[str, float]
 
 
@@ -44,13 +48,27 @@ class Trial:
 
     @cached_property
     def ended(self) -> bool:
-        """Whether it reached its end, or failed and was not resumed; an interrupted one looks as if it went on."""
+        """Whether it reached its end, or failed and was not resumed."""
         last = last_line(self.folder / RESULTS) or {}
         try:
             failures = re.findall(r"occurred at ([\d_-]+)", (self.folder / ERRORS).read_text(errors="replace"))
         except OSError:
             failures = []
         return last.get("done") is True or (bool(failures) and failures[-1] >= str(last.get("date", "")))
+
+    @cached_property
+    def interrupted(self) -> float | None:
+        """Seconds since its last row, where it has not ended and has no process any more; None otherwise.
+
+        Known of processes on this machine alone. A process that goes on from a checkpoint writes its parameters first.
+        """
+        last = last_line(self.folder / RESULTS) or {}
+        if self.ended or last.get("hostname") != socket.gethostname() or _is_alive(int(last.get("pid", 0))):
+            return None
+        changed = {Path(file).name: status.st_mtime for file, status in _files(self)}
+        is_resumed = changed.get(PARAMETERS, 0.0) > changed[RESULTS]
+        silent = time.time() - max(changed.values())
+        return time.time() - changed[RESULTS] if silent > (STARTING_S if is_resumed else SILENT_S) else None
 
     @cached_property
     def parameters(self) -> dict[str, Any]:
@@ -90,6 +108,16 @@ def find_trials(path: Path) -> list[Trial]:
 
 def _is_trial(folder: Path) -> bool:
     return (folder / RESULTS).is_file() or any((folder / FOLDER).glob("*.parquet"))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def signature(runs: Iterable[Path]) -> tuple[object, ...]:
