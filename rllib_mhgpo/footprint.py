@@ -7,6 +7,8 @@ activations are what autograd keeps of a Llama-like layer.
 from dataclasses import dataclass
 
 FLOAT32, BFLOAT16 = 4, 2
+LIVE = 10**9
+"""Parameters that ZeRO-3 holds whole at a time: DeepSpeed's ``stage3_max_live_parameters`` by default."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,12 @@ def model_states(shape: Shape, how: Sharding) -> dict[str, float]:
         "gradients": shape.trained * number * share[1],
         "optimizer": shape.trained * (2 * FLOAT32 + master) * share[0],
     }
+
+
+def gathered(shape: Shape, how: Sharding) -> float:
+    """Returns what the layers at work take that ZeRO-3 gathers from the learners, and lets go again."""
+    number = BFLOAT16 if how.is_bfloat16 else FLOAT32
+    return float(min(shape.parameters, LIVE) * number) if how.stage == 3 else 0.0
 
 
 def frozen_weights(shape: Shape, how: Sharding) -> float:

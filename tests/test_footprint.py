@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_mhgpo.cli import app
-from rllib_mhgpo.footprint import Shape, Sharding, activations, key_value_cache, logits, model_states
+from rllib_mhgpo.footprint import Shape, Sharding, activations, gathered, key_value_cache, logits, model_states
 from rllib_mhgpo.llms.shape import model_shape
 
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -31,6 +31,45 @@ def test_zero_of_eight_thousand_million_parameters_on_eight_gpus() -> None:
     totals = [sum(model_states(shape, Sharding(8, stage, True)).values()) / shape.parameters for stage in (1, 2, 3)]
     assert totals == pytest.approx([2 + 2 + 12 / 8, 2 + (2 + 12) / 8, 16 / 8])
     assert key_value_cache(shape, 1, 2) == 131_072  # two times 32 layers of 8 heads of 128, two bytes each
+
+
+@pytest.mark.parametrize(
+    ("learners", "published"), [(4, (52.5, 41.3, 30)), (16, (35.6, 21.6, 7.5)), (64, (31.4, 16.6, 1.88))]
+)
+def test_model_states_are_those_of_the_article_on_zero(learners: int, published: tuple[float, ...]) -> None:
+    """arXiv:1910.02054, table 1: GB a GPU of 7.5 thousand million parameters at stages 1, 2 and 3."""
+    shape = Shape(7_500_000_000, 7_500_000_000, 0, 0, 0, 0, 0, 0, 0)
+    found = [sum(model_states(shape, Sharding(learners, stage, True)).values()) / 1e9 for stage in (1, 2, 3)]
+    assert found == pytest.approx(published, rel=0.005)
+
+
+def test_zero_3_is_what_deepspeeds_own_estimator_says() -> None:
+    """It counts 18 bytes a parameter where the article has 16, and the largest layer, here the embeddings, twice."""
+    zero3 = pytest.importorskip("deepspeed.runtime.zero.stage3", reason="DeepSpeed is not installed")
+    shape, how = model_shape(LLAMA), Sharding(8, 3, True)
+    largest = shape.vocabulary * shape.width
+    _, theirs, _ = zero3.estimate_zero3_model_states_mem_needs(shape.parameters, largest, 8, 1, False, False)
+    mine = sum(model_states(shape, how).values())
+    assert mine + 2 * shape.parameters / 8 + 4 * largest == pytest.approx(theirs, rel=1e-6)
+    assert mine + gathered(shape, how) == pytest.approx(theirs, rel=0.25)
+
+
+def test_peak_memory_is_what_torchtitan_measured() -> None:
+    """Llama-3.1-8B on 8 GPUs, from torchtitan's docs/performance.md: GiB a GPU at its peak.
+
+    Table 2: 32,768 tokens a GPU, every layer computed again, 83.9 (FSDP 8) and 84.2 (FSDP 4, context parallel 2). Table
+    1: 16,384 tokens, some operations alone computed again, 82.4. FSDP there keeps float32 weights, gradients and Adam
+    states, 16 bytes a parameter as ZeRO-3 in bfloat16 does, and all logits at once. What differs: products in float8
+    and torch.compile in table 2, what its allocator reserves, and of layers gathered at most two.
+    """
+    shape, how = model_shape(LLAMA), Sharding(8, 3, True)
+
+    def peak(tokens: int, checkpointing: bool) -> float:
+        kept = activations(shape, tokens, 2, checkpointing) + logits(shape, tokens) + gathered(shape, how)
+        return (sum(model_states(shape, how).values()) + kept) / 2**30
+
+    assert peak(32_768, checkpointing=True) == pytest.approx(83.9, rel=0.25)
+    assert peak(16_384, checkpointing=True) < 82.4 < peak(16_384, checkpointing=False)
 
 
 def test_activations_and_logits_grow_with_tokens_alone() -> None:

@@ -101,6 +101,7 @@ def processes(config: Any) -> Iterator[Process]:
     from rllib_mhgpo import footprint
     from rllib_mhgpo.engines.vllm import CPU_CACHE_BYTES
     from rllib_mhgpo.llms.shape import model_shape
+    from rllib_mhgpo.modules.scoring import LOGITS_AT_ONCE
 
     shape = model_shape(config.llm, config.lora)
     deepspeed = config.deepspeed or {}
@@ -116,7 +117,9 @@ def processes(config: Any) -> Iterator[Process]:
     if hasattr(config, "critic_lr"):
         parts["critic"] = sum(footprint.model_states(model_shape(config.critic_llm or config.llm), how).values())
     parts["activations"] = footprint.activations(shape, tokens, number, config.gradient_checkpointing)
-    parts["logits"] = footprint.logits(shape, tokens // 2)
+    parts["logits"] = footprint.logits(shape, min(tokens // 2, max(1, LOGITS_AT_ONCE // shape.vocabulary)))
+    if how.stage == 3:
+        parts["layers gathered"] = footprint.gathered(shape, how)
     moved = [name for name, off in (("optimizer", how.offload_optimizer), ("weights", how.offload_param)) if off]
     offloaded = sum(parts.pop(name) for name in moved)
     cache = footprint.key_value_cache(shape, config.engine_config.get("max_batch_tokens", 32768), number)
