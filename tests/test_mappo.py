@@ -222,6 +222,31 @@ def test_actor_and_critic_are_restored(mappo: Make, tmp_path: Path) -> None:
         second.restore_from_path(path)
 
 
+def test_critic_and_reference_are_spread_like_the_policy(mappo: Make, tmp_path: Path) -> None:
+    """Two learners with ZeRO-3: no one holds a whole model, and the run goes on exactly from its checkpoint."""
+    settings = {"num_learners": 2, "num_cpus_per_learner": 0.5, "deepspeed": {"zero_stage": 3}, "kl_beta": 0.05}
+    first = mappo(**settings)
+
+    def share_held(learner: Any) -> list[float]:
+        held = []
+        for model in (learner._policy().llm, learner.reference, learner.module["critic"].llm):
+            parameters = list(model.parameters())
+            held.append(sum(p.ds_tensor.numel() for p in parameters) / sum(p.ds_numel for p in parameters))
+        return held
+
+    assert np.array(first.learners.each(share_held)) == pytest.approx(0.5, abs=0.05)
+    row(first)
+    path = first.save_to_path(tmp_path / "checkpoint")
+    expected = row(first)
+    assert expected["critic_grad_norm"] > 0
+    first.stop()
+    second = mappo(**settings)
+    second.restore_from_path(path)
+    again = row(second)
+    for column in ("value_loss", "grad_norm", "critic_grad_norm"):
+        assert again[column] == expected[column]
+
+
 def test_remote_runners_get_the_policy_and_no_critic(mappo: Make) -> None:
     algorithm = mappo(num_env_runners=1)
     for _ in range(2):

@@ -115,12 +115,53 @@ def test_learners_share_a_run_and_its_checkpoint(make: Make, tmp_path: Path, sta
     assert equal(sampled_with(second), moved)
 
 
-def test_a_dead_learner_ends_the_run_with_the_way_on(make: Make) -> None:
-    algorithm = make(num_learners=2, num_cpus_per_learner=0.5, evaluation_interval=None)
+@pytest.mark.parametrize("stage", [None, 2], ids=["replicas", "zero2"])
+def test_a_learner_killed_in_mid_update_ends_the_run_and_its_checkpoint_goes_on(
+    make: Make, tmp_path: Path, stage: int | None
+) -> None:
+    deepspeed = {} if stage is None else {"deepspeed": {"zero_stage": stage}}
+    settings = {"num_learners": 2, "num_cpus_per_learner": 0.5, "evaluation_interval": None, **deepspeed}
+    first = make(**settings)
+    row(first)
+    path = first.save_to_path(tmp_path / "checkpoint")
+    expected = row(first)
+
+    def die_before_the_step(learner: Any) -> None:  # when its gradient is there, and the other waits for it
+        if learner._learner_index == 1:
+            learner.step = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+
+    first.learners.each(die_before_the_step)
+    for _ in range(2):  # and whoever asks again is told the same
+        with pytest.raises(MHGPOError, match=r"the process of learner 1 died \(The actor died.*--resume"):
+            row(first)
+    first.stop()
+    second = make(**settings)
+    second.restore_from_path(path)
+    again = row(second)
+    assert again["training_iteration"] == 2
+    assert again["train"] == expected["train"]
+    assert again["grad_norm"] == expected["grad_norm"]
+
+
+def test_adapters_over_zero_3_are_saved_merged(make: Make, tmp_path: Path, toy_folder: Path) -> None:
+    """D3 with adapters: the plain folder, of tied weights, says what a runner's adapted model says."""
+    settings = {"num_learners": 2, "num_cpus_per_learner": 0.5, "deepspeed": {"zero_stage": 3}, "lora": {"rank": 4}}
+    algorithm = make(**settings, evaluation_interval=None)
     row(algorithm)
-    os.kill(algorithm.learners.each(lambda learner: os.getpid())[1], signal.SIGKILL)
-    with pytest.raises(MHGPOError, match=r"a learner process died.*--resume"):
-        row(algorithm)
+
+    def logits(model: Any) -> Any:
+        import torch
+
+        with torch.no_grad():
+            return model(torch.arange(1, 20)[None]).logits.numpy()
+
+    def on_runner(runner: Any) -> Any:
+        return logits(runner.module.llm)
+
+    folder = Path(algorithm.save_to_path(tmp_path / "checkpoint")) / POLICY
+    mine = algorithm.pool.first(on_runner)
+    assert np.abs(logits(AutoModelForCausalLM.from_pretrained(folder)) - mine).max() < 1e-5
+    assert np.abs(logits(AutoModelForCausalLM.from_pretrained(toy_folder)) - mine).max() > 1e-4
 
 
 def test_sampling_ahead_uses_weights_of_one_update_before(make: Make) -> None:
@@ -213,7 +254,12 @@ def test_guards_stop_a_run(make: Make, guard: dict[str, float], message: str) ->
         ),
         ({"deepspeed": {"zero_stage": 2, "config": {"bf16": {}}}, "num_learners": 2}, r"deepspeed.config: \['bf16'\]"),
         ({"deepspeed": {"zero_stage": 3}, "num_learners": 2, "reference_refresh": 2}, "is not sharded"),
+        (
+            {"deepspeed": {"zero_stage": 2, "config": {"activation_checkpointing": {}}}, "num_learners": 2},
+            "activation_checkpointing: has no effect",
+        ),
         ({"max_kl": 0.5, "kl_beta": 0.0}, "max_kl: expected a kl_beta above 0"),
+        ({"num_learners": 2, "num_gpus_per_learner": 0.5}, "num_gpus_per_learner: expected more than 0.5, found 0.5"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(config: Callable[..., Any], changes: Any, message: str) -> None:
@@ -221,7 +267,9 @@ def test_settings_that_do_not_fit_are_refused(config: Callable[..., Any], change
         config(**changes).validate()
 
 
-def test_two_learners_on_one_gpu_are_refused() -> None:
+def test_two_learners_on_one_gpu_are_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match="2 learners need a GPU each, Ray has 0"):
+        make(num_learners=2, num_gpus_per_learner=0.4, placement_strategy="SPREAD")
     refuse_shared_gpus([("a" * 9, (0,)), ("a" * 9, (1,)), ("b" * 9, (0,))])
     with pytest.raises(
         ConfigError, match=r"learners 1 and 2 were both placed on GPU 1 of node aaaaaaaa; give each more"

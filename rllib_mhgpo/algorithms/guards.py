@@ -4,10 +4,47 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import ray
+
 from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.engines.vllm import require_vllm
 from rllib_mhgpo.errors import ConfigError, MHGPOError
 
 log = logging.getLogger(__name__)
+
+
+def check_place(config: Any, storage: Any) -> None:
+    """Refuses what cannot work where this process runs, before anything is built.
+
+    Args:
+        config: an algorithm's.
+        storage: Tune's, None without Tune.
+
+    Raises:
+        ConfigError: no vLLM, results that would not arrive, fewer GPUs than learners that need one each.
+    """
+    if config.get("engine") == "vllm":
+        require_vllm()
+    if storage is not None:
+        _check_storage(storage)
+    learners, share = config.get("num_learners", 0), config.get("num_gpus_per_learner", 0)
+    if learners > 1 and 0 < share < 1 and learners > (gpus := ray.cluster_resources().get("GPU", 0)):
+        raise ConfigError(
+            f"config: num_learners: {learners} learners need a GPU each, Ray has {gpus:g}: two would share one, "
+            "between which NCCL cannot talk; lower num_learners, or add GPUs."
+        )
+
+
+def _check_storage(storage: Any) -> None:
+    """Looks for the file that Tune left in the run's folder when it began, which another machine may not see."""
+    try:
+        storage._check_validation_file()
+    except (OSError, RuntimeError) as error:
+        node = ray.util.get_node_ip_address()
+        raise ConfigError(
+            f"--storage-path: {storage.storage_fs_path} of the machine that started the run is not reached from node "
+            f"{node}, where the trial runs; give a folder that all machines share, or an address such as s3://bucket/runs."
+        ) from error
 
 
 def check_agents(config: LLMConfig, agents: Sequence[str]) -> None:

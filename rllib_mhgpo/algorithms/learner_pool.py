@@ -2,19 +2,22 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.rllib.core.learner.learner_group import LearnerGroup
 
 from rllib_mhgpo.errors import ConfigError, MHGPOError
 from rllib_mhgpo.packing import balanced_shards
 from rllib_mhgpo.train_batch import TrainBatch
+
+GRACE_S = 20.0
+"""How long the other learners may take to notice that one has failed."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +38,13 @@ class LearnerPool:
         Raises:
             MHGPOError: a learner died, or whatever the function raised.
         """
-        results = list(self.group.foreach_learner(function))
-        errors = [result.get() for result in results if not result.ok]
-        if errors or len(results) != max(1, self.count):
-            raise learner_failure(errors)
-        return [result.get() for result in results]
+        if not self.count:
+            return [function(self.group._learner)]
+        return answers([learner.apply.remote(function) for learner in self.group._workers])
 
     def one(self, index: int, function: Callable[[Any], Any]) -> Any:
         """Calls a function that is not collective on one learner."""
-        (result,) = self.group.foreach_learner(function, remote_actor_ids=[index])
-        if not result.ok:
-            raise learner_failure([result.get()])
-        return result.get()
+        return answers([self.group._workers[index].apply.remote(function)], first=index)[0]
 
     def each_shard(
         self, function: Callable[[Any, TrainBatch], Any], batch: TrainBatch, tree: NDArray[np.int64]
@@ -95,19 +93,49 @@ def refuse_shared_gpus(places: Sequence[tuple[str, tuple[int, ...]]]) -> None:
             )
 
 
-def learner_failure(errors: Sequence[Exception]) -> Exception:
-    """Returns what to raise when learners failed: their own error, or that one is gone.
+def answers(refs: Sequence[ray.ObjectRef], first: int = 0) -> list[Any]:
+    """Waits for what learners return; once one has failed, for :data:`GRACE_S` alone, since the others may wait for it.
+
+    Args:
+        refs: one a learner, in their order.
+        first: index of the first of them.
+
+    Raises:
+        MHGPOError: a learner died, or whatever it raised.
+    """
+    waiting, found, errors = list(refs), dict.fromkeys(refs), dict[int, Exception]()
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=GRACE_S if errors else None)
+        if not done:
+            break
+        for ref in done:
+            try:
+                found[ref] = ray.get(ref)
+            except RayError as error:
+                errors[first + refs.index(ref)] = error
+    if errors:
+        raise learner_failure(errors)
+    return list(found.values())
+
+
+def learner_failure(errors: Mapping[int, Exception]) -> Exception:
+    """Returns what to raise when learners failed: their own error, or which one is gone.
 
     Those that waited for it fail too, with an error of their connection.
+
+    Args:
+        errors: by the learner's index.
     """
-    causes = [getattr(error, "cause", None) or error for error in errors]
-    own = [cause for cause in causes if not isinstance(cause, RayError) and not _of_connection(cause)]
-    if own and not any(isinstance(error, RayActorError) for error in errors):
+    dead = {index: error for index, error in errors.items() if isinstance(error, RayActorError | OutOfMemoryError)}
+    causes = [getattr(error, "cause", None) or error for error in errors.values()]
+    own = [cause for cause in causes if not _of_connection(cause)]
+    if own and not dead:
         return own[0]
-    first = str(next(iter(errors), "it does not answer")).splitlines()[0]
+    which = f"learner {', '.join(map(str, sorted(dead)))}" if dead else "a learner"
+    first = str(next(iter((dead or errors).values()))).splitlines()[0]
     return MHGPOError(
-        f"a learner process died ({first}). The last checkpoint is whole; go on from it with --resume. A common "
-        "cause is memory: see max_tokens_per_microbatch, gradient_checkpointing and deepspeed."
+        f"the process of {which} died ({first}). The last checkpoint is whole; go on from it with --resume. A "
+        "common cause is memory: see max_tokens_per_microbatch, gradient_checkpointing and deepspeed."
     )
 
 

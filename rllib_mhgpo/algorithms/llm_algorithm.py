@@ -37,7 +37,7 @@ from rllib_mhgpo.algorithms.checkpoints import (
     write_shard,
 )
 from rllib_mhgpo.algorithms.config import LLMConfig
-from rllib_mhgpo.algorithms.guards import check_agents, guard
+from rllib_mhgpo.algorithms.guards import check_agents, check_place, guard
 from rllib_mhgpo.algorithms.handover import HandOver
 from rllib_mhgpo.algorithms.learner_pool import LearnerPool, one_update, refuse_shared_gpus, take_shards
 from rllib_mhgpo.algorithms.profiling import TABLE, phase_table, traced
@@ -46,7 +46,6 @@ from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.algorithms.rewards import overlong_penalty, propagated
 from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
 from rllib_mhgpo.credit import token_weights
-from rllib_mhgpo.engines.vllm import require_vllm
 from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
 from rllib_mhgpo.runner import IN_STEP
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
@@ -172,8 +171,7 @@ class LLMAlgorithm(Algorithm):
 
     def setup(self, config: Any) -> None:
         """Builds runners and learner; in one process they share one module."""
-        if config.get("engine") == "vllm":
-            require_vllm()
+        check_place(config, self._storage)
         super().setup(config)
         self.run_seed = secrets.randbits(31) if self.config.seed is None else int(self.config.seed)
         if self.config.shares_module:

@@ -41,10 +41,22 @@ def check_scale(config: "LLMConfig") -> None:
             f"config: deepspeed.config: {ours or ['zero_optimization.stage']} follow from dtype, grad_clip, lr and "
             "zero_stage; leave them out."
         )
+    if "activation_checkpointing" in more:
+        raise ConfigError(
+            "config: deepspeed.config.activation_checkpointing: has no effect on models of transformers; "
+            "gradient_checkpointing: true computes activations again instead of keeping them."
+        )
     if config.reference_refresh and config.zero_stage == 3:
         raise ConfigError("config: reference_refresh: a reference that follows is not sharded; use zero_stage 2.")
     if len(given) > 1 and not config.zero_stage:
         raise ConfigError("config: deepspeed: offloading and DeepSpeed's own keys need a zero_stage of 1 to 3.")
+    share, strategy = config.num_gpus_per_learner, config.placement_strategy
+    if config.num_learners > 1 and 0 < share <= 0.5 and "SPREAD" not in strategy:
+        raise ConfigError(
+            f"config: num_gpus_per_learner: expected more than 0.5, found {share:g}: with placement_strategy "
+            f"{strategy} Ray puts two of the {config.num_learners} learners on one GPU, between which NCCL cannot "
+            "talk. Give each more than half (0.6 leaves 0.4 for an env runner)."
+        )
     if config.sample_ahead and not config.num_env_runners and not config.in_evaluation:
         raise ConfigError("config: sample_ahead: expected num_env_runners of at least 1, found 0.")
     if config.sample_ahead and config.rollout_is_cap is None:
