@@ -101,7 +101,9 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         """Builds an own copy of the policy, for sampling alone: its weights have the size of ``dtype``."""
         if self.config.engine == "vllm":
             place = Placement(self.config.num_gpus_per_env_runner, (self.config.seed or 0) + self.worker_index)
-            self.sample_from(vllm_engine(self.config, self.config.llm, place, self.config.lora))
+            lora = self.config.lora
+            adapters = lora if lora is not None and lora["send"] == "adapters" else None
+            self.sample_from(vllm_engine(self.config, self.config.llm, place, adapters))
             return
         spaces = self.get_spaces()[DEFAULT_MODULE_ID]
         spec = self.config.get_default_rl_module_spec()

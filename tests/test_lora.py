@@ -15,6 +15,8 @@ from rllib_mhgpo.algorithms.checkpoints import POLICY
 from rllib_mhgpo.algorithms.evaluation import open_system
 from rllib_mhgpo.algorithms.mhgpo import MHGPO
 from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.llms.lora import lora_settings
+from rllib_mhgpo.modules import LLMRLModule
 from tests.rig import equal, row
 
 Make = Callable[..., MHGPO]
@@ -72,6 +74,26 @@ def test_a_shared_adapter_is_saved_merged_and_in_pefts_layout(make: Make, tmp_pa
         assert torch.allclose(logits(model), mine, atol=1e-5)
 
 
+def test_a_merged_adapter_is_sent_as_the_weights_of_the_plain_model(toy_folder: Path) -> None:
+    settings = lora_settings({"rank": 4, "send": "merged"})
+    module = LLMRLModule(
+        model_config={"llm": str(toy_folder), "lora": settings}, observation_space=None, action_space=None
+    )
+    with torch.no_grad():
+        for name, parameter in module.llm.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.2)
+    plain = AutoModelForCausalLM.from_pretrained(toy_folder)
+    own = dict(plain.named_parameters())
+    before = logits(plain)
+    with torch.no_grad():
+        for name, array in (sent := dict(module.weights())).items():
+            own[name].copy_(torch.from_numpy(array))
+    assert sent.keys() == own.keys()
+    assert torch.allclose(logits(plain), logits(module.llm), atol=1e-4)
+    assert not torch.allclose(logits(plain), before, atol=1e-2)
+
+
 @pytest.mark.parametrize("own", [None, AGENTS], ids=["shared", "own"])
 def test_a_checkpoint_answers_as_the_run_did(make: Make, tmp_path: Path, own: Any) -> None:
     algorithm = make(lora={"rank": 4, "adapters": own})
@@ -109,6 +131,9 @@ def test_roles_with_adapters_of_their_own_are_updated_one_after_the_other(make: 
         ({"rank": 0}, "lora.rank: expected a whole number of at least 1, found 0"),
         ({"alpha": -1}, "lora.alpha: expected a number above 0"),
         ({"adapters": ["rewriter", "rewriter"]}, "lora.adapters: expected a list of different agents"),
+        ({"send": "both"}, "lora.send: expected adapters, or merged where all agents share one; found 'both'"),
+        ({"send": "merged", "adapters": AGENTS}, "lora.send: expected adapters, or merged where"),
+        ({"send": "merged"}, "lora.send: merged needs engine: vllm"),
     ],
 )
 def test_settings_of_adapters_are_checked(config: Callable[..., Any], lora: Any, message: str) -> None:

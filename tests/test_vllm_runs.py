@@ -63,9 +63,11 @@ def test_without_a_seed_runs_differ_and_with_one_they_repeat(make: Make) -> None
     assert all(len(set(map(tuple, (a, b)))) == 2 for a, b in pairwise(first))
 
 
-@pytest.mark.parametrize("own", [None, ["rewriter", "reranker", "answerer"]], ids=["shared", "own"])
-def test_adapters_reach_the_engine(make: Make, own: list[str] | None) -> None:
-    algorithm = make(**VLLM, lora={"rank": 4, "adapters": own})
+@pytest.mark.parametrize(
+    "how", [{}, {"adapters": ["rewriter", "reranker", "answerer"]}, {"send": "merged"}], ids=["shared", "own", "merged"]
+)
+def test_adapters_reach_the_engine(make: Make, how: dict[str, Any]) -> None:
+    algorithm = make(**VLLM, lora={"rank": 4, **how})
     results = [row(algorithm) for _ in range(3)]
     assert all(result["engine_logprob_diff_max"] < 1e-4 for result in results)
     assert all(result["sync_logprob_diff"] < 1e-5 for result in results)

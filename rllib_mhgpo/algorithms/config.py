@@ -78,7 +78,7 @@ class LLMConfig(AlgorithmConfig):
     ] = None
     lora: Annotated[
         dict[str, Any] | None,
-        Field(description="train adapters alone: rank, alpha, target_modules, adapters (agents with one of their own)"),
+        Field(description="train adapters alone: rank, alpha, target_modules, adapters (agents with their own), send"),
     ] = None
     gradient_checkpointing: Annotated[
         bool, Field(description="compute activations again in the backward pass instead of keeping them")

@@ -99,5 +99,7 @@ def check_adapters(config: "LLMConfig") -> None:
         raise ConfigError("config: reference_refresh: with lora the reference is the model without adapters.")
     if config.zero_stage and lora["adapters"]:
         raise ConfigError("config: lora.adapters: agents' own adapters cannot be sharded; leave deepspeed out.")
+    if lora["send"] == "merged" and config.engine != "vllm":
+        raise ConfigError("config: lora.send: merged needs engine: vllm; the engine hf runs the adapters themselves.")
     if config.opponents and lora["adapters"]:
         raise ConfigError("config: lora.adapters: opponents play with one set of weights; share the adapter.")

@@ -160,7 +160,8 @@ def traffic(config: Any) -> Iterator[str]:
     if not config.shares_module:
         shape = model_shape(config.llm, config.lora)
         number = footprint.BFLOAT16 if config.dtype == "bfloat16" else footprint.FLOAT32
-        size = shape.trained * number / 1e9
+        sent = shape.parameters if (config.lora or {}).get("send") == "merged" else shape.trained
+        size = sent * number / 1e9
         yield f"A weight sync: {size:.3f} GB to each of {max(1, config.num_env_runners)} runners."
 
 

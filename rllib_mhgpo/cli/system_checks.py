@@ -192,7 +192,7 @@ def engine_checks(bench: Bench) -> Iterator[Finding]:
         return
     learner = HFEngine(module.llm, module.eos_ids, module.dtype)
     yield _first_batch(bench, engine, learner)
-    if isinstance(engine, VLLMEngine) and bench.config.lora is None:
+    if isinstance(engine, VLLMEngine) and (bench.config.lora or {}).get("send") != "adapters":
         yield from _canary(bench.config, engine, learner, module)
     else:
         yield Finding("weight push", "ok", "the engine shares the learner's weights, or takes adapters beside its own")

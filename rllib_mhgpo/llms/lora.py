@@ -1,7 +1,7 @@
 """Low-rank adapters on a frozen model (LoRA, arXiv:2106.09685), through peft."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-DEFAULTS: dict[str, Any] = {"rank": 16, "alpha": 32.0, "target_modules": "all-linear", "adapters": None}
-"""Rank and scale of the adapters, which layers have one, which agents have one of their own (null: all share one)."""
+DEFAULTS: dict[str, Any] = {
+    "rank": 16, "alpha": 32.0, "target_modules": "all-linear", "adapters": None, "send": "adapters",
+}  # fmt: skip
+"""Rank and scale of the adapters, which layers have one, which agents have one of their own (null: all share one).
+
+``send``: what engines get, the ``adapters`` or, where all share one, the model's weights with it ``merged``.
+"""
 SHARED = "shared"
 FOLDER = "adapter"
 
@@ -35,6 +40,10 @@ def lora_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"config: lora.alpha: expected a number above 0, found {alpha!r}.")
     if adapters is not None and (not isinstance(adapters, list) or not adapters or len(set(adapters)) < len(adapters)):
         raise ConfigError(f"config: lora.adapters: expected a list of different agents or null, found {adapters!r}.")
+    if settings["send"] not in ("adapters", "merged") or (settings["send"] == "merged" and adapters):
+        raise ConfigError(
+            f"config: lora.send: expected adapters, or merged where all agents share one; found {settings['send']!r}."
+        )
     try:
         import peft  # noqa: F401
     except ImportError:
@@ -78,6 +87,15 @@ def activate(model: Any, adapter: str) -> None:
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.requires_grad_(True)
+
+
+def merging(model: Any) -> Iterator[tuple[str, "Tensor", Any]]:
+    """Yields the frozen model's parameters by its own names, and beside each the layer whose adapter changes it."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            layer, is_adapted, _ = name.rpartition(".base_layer.weight")
+            plain = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            yield plain, parameter, model.get_submodule(layer) if is_adapted else None
 
 
 def save_adapted(

@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rllib_mhgpo.errors import CheckpointError
 from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer
-from rllib_mhgpo.llms.lora import activate, adapter_names, add_adapters, read_adapters, save_adapted
+from rllib_mhgpo.llms.lora import SHARED, activate, adapter_names, add_adapters, merging, read_adapters, save_adapted
 from rllib_mhgpo.modules.scoring import head_of, is_head_last, longest_shared, response_logprobs, shares_rows
 from rllib_mhgpo.packing import Sharing
 from rllib_mhgpo.sharding import is_sharded, whole
@@ -138,11 +138,24 @@ class LLMRLModule(TorchRLModule):
     def weights(self) -> Iterator[tuple[str, NDArray[Any]]]:
         """Yields the weights by name, tied ones once; those of a sharded model are gathered one by one, collectively.
 
-        bfloat16 stays two bytes a number: its bits as uint16.
+        bfloat16 stays two bytes a number: its bits as uint16. Where an adapter is to be sent merged, they are those of
+        the plain model that it makes.
         """
+        if self.lora is not None and self.lora["send"] == "merged":
+            yield from self._merged()
+            return
         for name, tensor in self._named().items():
             with whole(tensor):
                 yield name, to_array(tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
+
+    def _merged(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        for name, tensor, layer in merging(self.llm):
+            adapter = [] if layer is None else [p for key, p in layer.named_parameters() if "lora_" in key]
+            with contextlib.ExitStack() as gathered, torch.no_grad():
+                for part in (tensor, *adapter):
+                    gathered.enter_context(whole(part))
+                change = 0.0 if layer is None else layer.get_delta_weight(SHARED).float()
+                yield name, to_array((tensor.float() + change).to(self.dtype))
 
     def gather(self, keep: bool) -> None:
         """Gathers the weights of a sharded model in :attr:`gathered`, where they are to be kept; collective."""
