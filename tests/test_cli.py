@@ -1,5 +1,6 @@
 """The command line: what a file may say, what is refused before anything starts, what one sees."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -16,7 +17,11 @@ from rllib_mhgpo.cli.experiments import change, load_experiments, normalise
 from rllib_mhgpo.cli.failures import last_error, own_message
 from rllib_mhgpo.cli.progress import Row
 from rllib_mhgpo.cli.yaml12 import format_yaml, parse_yaml
+from rllib_mhgpo.data import Corpus
 from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.retrieval import build_retriever
+from rllib_mhgpo.retrieval.store import save_retriever
+from tests.toys import save_questions
 
 CARTPOLE = """
 cart:
@@ -250,7 +255,35 @@ def test_every_example_is_accepted() -> None:
 
     for path in find_examples().values():
         assert first_words(path)
-        assert dry_run("file", path)
+        result = rllib("train", "file", path, "--dry-run")
+        assert parse_yaml(result.stdout, "dry run")
+        # those that need files of the user's are accepted but for them
+        assert result.exit_code == 0 or "cannot be read: No such file" in result.stderr, result.stderr
+
+
+def test_a_dry_run_looks_at_the_files_that_the_run_would_read(tmp_path: Path) -> None:
+    good, wrong, index = save_questions(tmp_path / "q.json"), tmp_path / "wrong.json", tmp_path / "index"
+    wrong.write_text(json.dumps([{"Question": "who?", "answer": "you"}]))
+    save_retriever(build_retriever(Corpus.from_passages([("A", "b c"), ("D", "e f")])), index)
+
+    def look(**env_config: Any) -> Any:
+        path = tmp_path / "job.yaml"
+        path.write_text(format_yaml({"job": {"run": "MHGPO", "env": "search", "config": {"env_config": env_config}}}))
+        return rllib("train", "file", path, "--dry-run")
+
+    files = {"questions": str(good), "dev_questions": None, "retriever": str(index)}
+    assert look(**files).exit_code == 0
+    (index / "corpus.arrow").write_bytes(b"")
+    for changes, said in (
+        ({"questions": "none.json"}, "error: job: none.json: cannot be read: No such file"),
+        ({"dev_questions": str(wrong)}, f"error: job: {wrong}"),
+        ({"corpus": str(tmp_path)}, f"error: job: {tmp_path}: "),
+        ({}, f"error: job: {index / 'corpus.arrow'}: expected"),
+    ):
+        result = look(**files | changes)
+        assert result.exit_code == 1
+        assert result.stderr.startswith(said), result.stderr
+        assert result.stderr.count("\n") == 1
 
 
 def test_scores_are_percents_in_their_usual_order_and_voided_ones_count_zero() -> None:

@@ -13,7 +13,10 @@ from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.cli import app, machine_checks
 from rllib_mhgpo.cli.machine_checks import OPTIONAL, TESTED, Finding, disk, faiss_searches, gpus, packages
 from rllib_mhgpo.cli.system_checks import system_checks
-from tests.toys import save_toy
+from rllib_mhgpo.data import Corpus
+from rllib_mhgpo.retrieval import build_retriever
+from rllib_mhgpo.retrieval.store import save_retriever
+from tests.toys import PROMPTS, save_toy
 
 ROOT = Path(__file__).parents[1]
 Make = Callable[..., MHGPOConfig]
@@ -53,6 +56,7 @@ def test_a_machine_is_measured() -> None:
 
 def test_a_sound_configuration_is_ok_throughout(config: Make) -> None:
     found = looked_at(config(questions_per_iteration=3))
+    assert found.pop("search").found.startswith("0 passages of 10 for 'what is 0?'")  # they share no word
     assert {line.status for line in found.values()} == {"ok"}, found
     assert found["groups"].found.endswith("rewriter 3, reranker 3, answerer 3")
     assert "ratio 1.00000 to 1.00000" in found["engine"].found or "ratio 0.99999" in found["engine"].found
@@ -75,6 +79,31 @@ def test_what_is_wrong_with_a_configuration_is_named(config: Make, toy_folder: P
     assert "of one for rewriter" in alone.found
 
 
+def test_an_index_is_opened_and_searched(config: Make, toy_questions_file: Path, tmp_path: Path) -> None:
+    corpus = Corpus.from_passages([(f"P{i}", f"page{i} says a{i}, what is it?") for i in range(12)])
+    save_retriever(build_retriever(corpus), index := tmp_path / "index")
+
+    def look(**env_config: Any) -> dict[str, Finding]:
+        files = {"questions": str(toy_questions_file), "dev_questions": None, "retriever": str(index)}
+        return looked_at(config(env_config={**files, "prompts": PROMPTS, **env_config}))
+
+    found = look()
+    assert found["index"].status == found["search"].status == "ok"
+    meta = json.loads((index / "meta.json").read_text())
+    assert f"12 vectors of as many passages (corpus {corpus.fingerprint[:12]})" in found["index"].found
+    assert f"by tfidf ({meta['encoder_fingerprint'][:12]})" in found["index"].found
+    assert "10 passages of 10 for 'what is 0?'" in found["search"].found
+    assert look(top_k=13)["index"].remedy == "lower env_config.top_k to at most 12"
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"title": "A", "text": "b"}\n')
+    assert "holds 12 vectors, the corpus" in look(corpus=str(other))["environment"].found
+    for key, said in (("encoder_fingerprint", "another encoder"), ("corpus_fingerprint", "another corpus")):
+        (index / "meta.json").write_text(json.dumps({**meta, key: "0" * 64}))
+        broken = look()
+        assert broken["index"].status == broken["environment"].status == "fail"
+        assert f"was built with {said}: expected fingerprint 000000000000, found" in broken["index"].found
+
+
 def test_the_command_prints_a_line_each_and_says_so_by_its_exit_code(
     toy_folder: Path, toy_questions_file: Path
 ) -> None:
@@ -91,7 +120,7 @@ def test_the_command_prints_a_line_each_and_says_so_by_its_exit_code(
 def test_a_push_that_leaves_something_stale_is_found(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 27}
     vllm = config(questions_per_iteration=3, engine="vllm", engine_config=settings)
-    assert {line.status for line in looked_at(vllm).values()} == {"ok"}
+    assert {line.status for name, line in looked_at(vllm).items() if name != "search"} == {"ok"}
     monkeypatch.setattr("rllib_mhgpo.engines.vllm.repack_tied_head", lambda model: None)
     found = looked_at(vllm)["weight push"]
     assert found.status == "fail"

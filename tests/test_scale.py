@@ -200,13 +200,19 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
         algorithm.load_checkpoint(str(second))
 
 
-def test_a_run_is_not_continued_with_other_questions(make: Make, tmp_path: Path, toy_questions_file: Path) -> None:
+def test_a_run_is_not_continued_with_other_questions_or_another_retriever(
+    make: Make, tmp_path: Path, toy_questions_file: Path
+) -> None:
     path = make(evaluation_interval=None).save_to_path(tmp_path / "checkpoint")
     other = tmp_path / "other.json"
     other.write_text(toy_questions_file.read_text().replace("what is 3?", "what was 3?"))
     env_config = {"questions": str(other), "dev_questions": None, "prompts": PROMPTS}
     algorithm = make(env_config=env_config, evaluation_interval=None)
     with pytest.raises(CheckpointError, match=r"had other questions: expected fingerprint \w{12}, found \w{12}"):
+        algorithm.restore_from_path(path)
+    env_config |= {"questions": str(toy_questions_file), "dev_questions": str(toy_questions_file), "retriever": "bm25"}
+    algorithm = make(env_config=env_config, evaluation_interval=None)
+    with pytest.raises(CheckpointError, match=r"had other encoder: expected fingerprint \w{12}, found \w{12}"):
         algorithm.restore_from_path(path)
 
 

@@ -109,6 +109,14 @@ def check_environment(env: Any, config: Mapping[str, Any]) -> None:
         )
 
 
+def peek_environment(env: Any, config: Mapping[str, Any]) -> None:
+    """Lets an environment that has a ``peek`` look at the files that its configuration names."""
+    known = isinstance(env, str) and (env in ENVIRONMENTS or ":" in env)
+    found = import_environment(ENVIRONMENTS.get(env, env)) if known else env
+    if hasattr(found, "peek"):
+        found.peek(config)
+
+
 def import_environment(path: str) -> type:
     """Imports the class that ``module:Class`` names."""
     try:

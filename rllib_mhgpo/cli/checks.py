@@ -10,7 +10,7 @@ from importlib import import_module
 from itertools import islice
 from typing import Any
 
-from rllib_mhgpo.algorithms.registration import register, resolve_algorithm
+from rllib_mhgpo.algorithms.registration import peek_environment, register, resolve_algorithm
 from rllib_mhgpo.cli.experiments import Experiment
 from rllib_mhgpo.cli.search_spaces import searched
 from rllib_mhgpo.cli.tuners import check_search
@@ -44,6 +44,20 @@ def variants(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
     for _, spec in islice(generate_variants({"config": searched(dict(config))}), MOST_VARIANTS):
         yield spec["config"]
+
+
+def peek(name: str, algorithm: Any, experiment: Experiment) -> None:
+    """Lets the environments of an experiment open their files.
+
+    Raises:
+        MHGPOError: what the run would find wrong at its start.
+    """
+    for config in variants(experiment["config"]) if hasattr(algorithm, "get_default_config") else ():
+        made = algorithm.get_default_config().update_from_dict(config)
+        try:
+            peek_environment(made.env, made.env_config)
+        except MHGPOError as error:
+            raise type(error)(f"{name}: {error}") from None
 
 
 def refuse_hidden_grids(value: Any, place: str) -> None:

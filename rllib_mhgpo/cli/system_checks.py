@@ -14,11 +14,13 @@ import torch
 from rllib_mhgpo import footprint
 from rllib_mhgpo.algorithms.opponents import random_reply
 from rllib_mhgpo.algorithms.registration import import_named
+from rllib_mhgpo.cli.index_checks import index_checks, search_check
 from rllib_mhgpo.cli.machine_checks import Finding, asked_gpus, disk, gpus, shared_memory
 from rllib_mhgpo.engines import Engine, HFEngine, Placement, Probe, VLLMEngine, Written
 from rllib_mhgpo.engines.probe import TOLERANCE, fixed_sequence
 from rllib_mhgpo.engines.settings import RESHAPING
 from rllib_mhgpo.engines.vllm import require_vllm
+from rllib_mhgpo.envs.search import SearchEnv
 from rllib_mhgpo.errors import ConfigError, EngineError, MHGPOError, SyncError
 from rllib_mhgpo.llms import load_tokenizer
 from rllib_mhgpo.llms.folders import generation_config
@@ -78,12 +80,15 @@ def system_checks(config: Any) -> Iterator[Finding]:
     yield shared_memory(0 if config.shares_module else shape.trained * number)
     yield disk(12 * shape.trained)
     yield sampler(config)
+    yield from index_checks(config)
     try:
         bench = _bench(config)
     except MHGPOError as error:
         yield Finding("environment", "fail", str(error), "the message says what")
         return
     yield data(bench)
+    if isinstance(bench.env.unwrapped, SearchEnv):
+        yield search_check(bench.env.unwrapped)
     yield groups(bench)
     yield from prompts(bench)
     if shape.parameters > LARGE and not torch.cuda.is_available():

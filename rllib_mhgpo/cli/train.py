@@ -71,7 +71,9 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
         None,
     ),
     "dry_run": (
-        Annotated[bool, typer.Option("--dry-run", help="Print the resolved experiment as YAML and stop.")],
+        Annotated[
+            bool, typer.Option("--dry-run", help="Print the resolved experiment as YAML, look at its files, stop.")
+        ],
         False,
     ),
     "experiment_name": (Annotated[str | None, typer.Option(help="Name of the results folder.")], None),
@@ -186,12 +188,14 @@ def start(experiments: dict[str, Experiment], chosen: Mapping[str, Any]) -> None
     )
     check_loggers(options.loggers)
     prepare(options.verbosity)
-    from rllib_mhgpo.cli.checks import check, resolved
+    from rllib_mhgpo.cli.checks import check, peek, resolved
 
     algorithms = {name: check(name, experiment) for name, experiment in experiments.items()}
     if chosen["dry_run"]:
         shown = {name: resolved(algorithms[name], experiment) for name, experiment in experiments.items()}
         typer.echo(format_yaml(shown), nl=False)
+        for name, experiment in experiments.items():
+            peek(name, algorithms[name], experiment)
         return
     raise typer.Exit(launch(experiments, algorithms, options, Console()))
 

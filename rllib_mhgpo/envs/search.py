@@ -12,14 +12,24 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar, Self
 
-from rllib_mhgpo.data import Corpus, Passage, Question, Questions, hops_found, load_corpus, load_questions
+from rllib_mhgpo.data import (
+    Corpus,
+    Passage,
+    Question,
+    Questions,
+    hops_found,
+    load_corpus,
+    load_questions,
+    peek_corpus,
+    peek_questions,
+)
 from rllib_mhgpo.envs.minipedia import is_minipedia, minipedia, minipedia_corpus, parse_spec
 from rllib_mhgpo.envs.prompts import AGENTS, load_prompts
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
 from rllib_mhgpo.errors import ConfigError, RolloutError, did_you_mean
 from rllib_mhgpo.metrics import load_reward, score_answer
 from rllib_mhgpo.retrieval import BaseRetriever, build_retriever
-from rllib_mhgpo.retrieval.build import brings_passages
+from rllib_mhgpo.retrieval.build import brings_passages, peek_retriever
 
 Outcome = tuple[bool, dict[str, float]]
 """Whether an output was legal, and what is measured of it."""
@@ -79,8 +89,7 @@ class SearchEnv(TokenEnv):
         if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
             raise ConfigError(f"env_config.top_k: expected a whole number of at least 1, found {top_k!r}.")
         self.top_k = top_k
-        brought = isinstance(retriever, BaseRetriever) or (corpus is None and brings_passages(retriever))
-        own_passages = corpus == OWN or (corpus is None and not brought)
+        brought, own_passages = _passages_of(corpus, retriever)
         self.splits = {"train": _load_questions(questions, own_passages)}
         if dev_questions is not None:
             self.splits["dev"] = _load_questions(dev_questions, own_passages)
@@ -114,11 +123,31 @@ class SearchEnv(TokenEnv):
         load_reward(config.get("reward", "f1"))
         load_penalties(config.get("penalties", True), cls.kinds)
 
+    @classmethod
+    def peek(cls, config: Mapping[str, Any]) -> None:
+        """Opens the files that the arguments name and reads a little of each; :meth:`check` comes before.
+
+        Raises:
+            MHGPOError: what a run would find wrong at its start, as far as this shows it.
+        """
+        corpus, retriever = config.get("corpus"), config.get("retriever", "tfidf")
+        _, own_passages = _passages_of(corpus, retriever)
+        for key in ("questions", "dev_questions"):
+            spec = config.get(key)
+            name = spec["file"] if isinstance(spec, Mapping) else spec
+            if isinstance(name, str) and not is_minipedia(name):
+                peek_questions(name, own_passages)
+        if isinstance(corpus, str) and corpus != OWN and not is_minipedia(corpus):
+            peek_corpus(corpus)
+        if not isinstance(retriever, BaseRetriever):
+            peek_retriever(retriever)
+
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Of the training questions and of the corpus; a run is not continued with others."""
-        corpus = self.retriever.corpus_fingerprint
-        return {"questions": self.splits["train"].fingerprint, **({"corpus": corpus} if corpus else {})}
+        """Of the training questions, the corpus and the retriever's encoder; a run is not continued with others."""
+        found = {"corpus": self.retriever.corpus_fingerprint, "encoder": self.retriever.encoder_fingerprint}
+        known = {name: fingerprint for name, fingerprint in found.items() if fingerprint}
+        return {"questions": self.splits["train"].fingerprint, **known}
 
     def num_roots(self, split: str = "train") -> int:
         """Returns the number of questions; 0 where there is no such split."""
@@ -316,6 +345,12 @@ def _check_part(key: str, value: Mapping[str, Any]) -> None:
             raise ConfigError(f"env_config.{key}.{name}: expected a whole number, found {part!r}.")
     if not isinstance(value.get("file"), str) or is_minipedia(value["file"]):
         raise ConfigError(f"env_config.{key}.file: expected a question file, found {value.get('file')!r}.")
+
+
+def _passages_of(corpus: Any, retriever: Any) -> tuple[bool, bool]:
+    """Whether the retriever brings what is searched, and whether that is the questions' own passages."""
+    brought = isinstance(retriever, BaseRetriever) or (corpus is None and brings_passages(retriever))
+    return brought, corpus == OWN or (corpus is None and not brought)
 
 
 def _load_questions(spec: str | Mapping[str, Any] | Questions, require_context: bool) -> Questions:

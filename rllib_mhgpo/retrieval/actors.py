@@ -79,6 +79,11 @@ class ActorRetriever(BaseRetriever):
         """The corpus's, as the folder says."""
         return str(self._meta["corpus_fingerprint"])
 
+    @property
+    def encoder_fingerprint(self) -> str:
+        """Of the encoder that the index was built with."""
+        return str(self._meta["encoder_fingerprint"])
+
     def find(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """The passages found for each query, dealt over the actors."""
         started = time.perf_counter()

@@ -45,6 +45,11 @@ class BaseRetriever(ABC):
         """Of what is searched; empty where it cannot be known."""
         return ""
 
+    @property
+    def encoder_fingerprint(self) -> str:
+        """Of what ranks the passages; empty where it cannot be known."""
+        return ""
+
     @abstractmethod
     def find(self, queries: Sequence[str], k: int) -> Sequence[Any]:
         """What is remembered for each of these distinct, filled queries: its at most k best, best first."""

@@ -47,6 +47,11 @@ class BM25Retriever(CorpusRetriever):
         super().__init__(corpus, cache_size)
         self._scores = scores
 
+    @property
+    def encoder_fingerprint(self) -> str:
+        """Of the way scores are counted."""
+        return self.fingerprint
+
     @classmethod
     def build(cls, corpus: Corpus, cache_size: int = CACHE_SIZE) -> Self:
         """Counts the words of the whole corpus.

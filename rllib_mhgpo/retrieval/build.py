@@ -5,7 +5,7 @@ be chosen; whether it brings passages of its own is told by it alone.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from rllib_mhgpo.retrieval.bm25 import BM25Retriever
 from rllib_mhgpo.retrieval.encoder import Encoder
 from rllib_mhgpo.retrieval.hybrid import HybridRetriever
 from rllib_mhgpo.retrieval.retriever import CorpusRetriever, Retriever
-from rllib_mhgpo.retrieval.store import check_corpus, is_index_folder, open_retriever, read_meta
+from rllib_mhgpo.retrieval.store import check_corpus, check_files, is_index_folder, open_retriever, read_meta
 from rllib_mhgpo.retrieval.tfidf import TfidfEncoder
 
 Spec = str | Path | Mapping[str, Any]
@@ -78,21 +78,50 @@ def brings_passages(spec: Any) -> bool:
     return str(spec).startswith(_SERVED) or is_index_folder(Path(spec).expanduser())
 
 
+def peek_retriever(spec: Any) -> None:
+    """Looks at what a specification names: the description and the files' sizes of an index, an encoder's folder.
+
+    Raises:
+        ConfigError: for a specification that :func:`build_retriever` does not know.
+        RetrievalError: for an index that cannot be used, as far as this shows it.
+    """
+    for name in named_retrievers(_options(spec)):
+        folder = Path(name).expanduser()
+        if is_index_folder(folder):
+            check_files(folder, read_meta(folder), up_to=0)
+        elif name not in LEXICAL and not name.startswith(_SERVED):
+            _encoder_folder(name)
+
+
+def named_retrievers(spec: Any) -> Iterator[str]:
+    """Yields the names, folders and addresses in a specification."""
+    if isinstance(spec, Mapping):
+        for part in spec.get("hybrid", [spec.get("encoder", "tfidf")]):
+            yield from named_retrievers(part)
+    elif isinstance(spec, str | Path):
+        yield str(spec)
+
+
 def sentence_encoder(name: str, options: Mapping[str, Any] | None = None) -> Encoder:
     """A sentence encoder by the name of its package or its folder.
 
     Raises:
         ConfigError: for neither.
     """
+    folder = _encoder_folder(name)
+    from rllib_mhgpo.retrieval.hf_encoder import HFEncoder  # brings torch, which nothing else here needs
+
+    return HFEncoder(folder, **dict(options or {}))
+
+
+def _encoder_folder(name: str) -> Path:
     folder = _packaged() if name == PACKAGED else Path(name).expanduser()
     if not folder.is_dir():
         raise ConfigError(
             f"retriever {name!r}: expected {', '.join(map(repr, (*LEXICAL, PACKAGED)))}, the address of a server, or an"
             " existing folder of a sentence encoder or of a saved index." + did_you_mean(name, [*LEXICAL, PACKAGED])
         )
-    from rllib_mhgpo.retrieval.hf_encoder import HFEncoder  # brings torch, which nothing else here needs
-
-    return HFEncoder(folder, **dict(options or {}))
+    return folder
 
 
 def _options(spec: Spec) -> dict[str, Any]:

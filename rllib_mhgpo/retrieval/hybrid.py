@@ -36,6 +36,11 @@ class HybridRetriever(CorpusRetriever):
         super().__init__(first.corpus, cache_size)
         self._retrievers = tuple(retrievers)
 
+    @property
+    def encoder_fingerprint(self) -> str:
+        """Of all retrievers."""
+        return "+".join(retriever.encoder_fingerprint[:12] for retriever in self._retrievers)
+
     def find(self, queries: Sequence[str], k: int) -> list[list[int]]:
         """The rows of the fused ranking."""
         rankings = [retriever.find(queries, max(k, DEPTH)) for retriever in self._retrievers]

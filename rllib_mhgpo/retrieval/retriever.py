@@ -67,6 +67,11 @@ class Retriever(CorpusRetriever):
         super().__init__(corpus, cache_size)
         self.encoder, self.index = encoder, index
 
+    @property
+    def encoder_fingerprint(self) -> str:
+        """The encoder's."""
+        return str(self.encoder.fingerprint)
+
     @classmethod
     def build(cls, corpus: Corpus, encoder: Encoder, cache_size: int = CACHE_SIZE) -> Self:
         """Encodes and indexes the whole corpus."""
