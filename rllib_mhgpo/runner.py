@@ -226,5 +226,5 @@ def vllm_engine(config: Any, llm: str, place: Placement, lora: Mapping[str, Any]
         transfer = {"weight_transfer_config": {"backend": config.weight_sync}}
     return VLLMEngine(
         resolve_llm(llm), eos_ids(llm, tokenizer), getattr(torch, config.dtype), config.context_of(llm), tokenizer,
-        place, lora, {**config.engine_config, **transfer},
+        place, lora, {**config.engine_config, **transfer}, patience_s=config.sample_timeout_s,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.engines import HFEngine, Placement, Probe, Prompt, VLLMEngine
 from rllib_mhgpo.engines.probe import fixed_sequence
+from rllib_mhgpo.engines.stall import Watch
 from rllib_mhgpo.errors import EngineError, ModelError, RolloutError, SyncError
 from rllib_mhgpo.llms import load_tokenizer, resolve_llm
 from tests.toys import LLAMA_SHAPE, save_toy, toy_tokenizer
@@ -296,7 +297,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        parallel = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+        config = SimpleNamespace(world_size=1, distributed_executor_backend="uni")
+        parallel = SimpleNamespace(parallel_config=config)
         self.llm_engine = SimpleNamespace(vllm_config=parallel)
 
     def sleep(self, level: int) -> None:
@@ -316,7 +318,7 @@ class Recorder:
 def test_an_engine_sleeps_at_level_two_and_new_weights_wake_it_part_by_part() -> None:
     engine, llm = object.__new__(VLLMEngine), Recorder()
     place, settings = Placement(gpus=0.4), {"enable_sleep_mode": True}
-    engine.__dict__.update(llm=llm, place=place, settings=settings, adapters=None, asleep=False)
+    engine.__dict__.update(llm=llm, place=place, settings=settings, adapters=None, asleep=False, watch=Watch())
     for _ in range(2):
         engine.sleep()
     engine.load_weights(iter(()))

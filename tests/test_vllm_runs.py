@@ -1,5 +1,7 @@
 """Training with vLLM in the env runners."""
 
+import os
+import signal
 from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
@@ -13,9 +15,10 @@ import torch
 from rllib_mhgpo.algorithms.handover import LearnerWeights, RunnersClient
 from rllib_mhgpo.algorithms.mhgpo import MHGPO
 from rllib_mhgpo.engines import HFEngine, Prompt, VLLMEngine
+from rllib_mhgpo.errors import EngineError
 from rllib_mhgpo.llms import load_model, load_tokenizer, resolve_llm
 from rllib_mhgpo.llms.lora import add_adapters, lora_settings
-from tests.rig import row
+from tests.rig import descendants, row
 from tests.toys import save_toy, toy_tokenizer
 
 pytestmark = [
@@ -93,6 +96,23 @@ def test_adapters_give_the_logprobs_of_peft(tmp_path: Path) -> None:
         np.testing.assert_allclose(completion.logprobs, expected, atol=3e-5)
         texts[agent] = completion.ids.tolist()
     assert texts["a"] != texts["b"]
+
+
+def test_an_engine_that_hangs_ends_the_run_with_a_message(make: Make) -> None:
+    """The worker process of the driver's own engine is stopped, as a lost GPU would stop it."""
+    algorithm = make(**{**VLLM, "engine_config": {**VLLM["engine_config"], "distributed_executor_backend": "mp"}})
+    row(algorithm)
+    algorithm.env_runner.policy.watch.seconds = 5.0
+    workers = [pid for pid, command in descendants(os.getpid()).items() if command.startswith("VLLM::Worker")]
+    assert workers
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineError, match=r"no step within sample_timeout_s = 5 s.*--resume"):
+            row(algorithm)
+    finally:
+        for worker in workers:
+            os.kill(worker, signal.SIGCONT)
 
 
 def test_what_a_learner_declares_is_what_it_sends(make: Make) -> None:

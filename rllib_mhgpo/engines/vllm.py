@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rllib_mhgpo.engines.adapters import AdapterFolders
 from rllib_mhgpo.engines.base import Completion, Prompt
+from rllib_mhgpo.engines.stall import Watch
 from rllib_mhgpo.errors import ConfigError, EngineError, ModelError, RolloutError, did_you_mean
 from rllib_mhgpo.spaces import Tokens
 
@@ -70,6 +71,7 @@ class VLLMEngine:
         lora: settings of adapters, which are then all that :meth:`load_weights` takes.
         settings: any argument of ``vllm.LLM``; see :mod:`rllib_mhgpo.engines.settings`.
         repack: mend tied embeddings on CPUs after new weights, see :func:`repack_tied_head`.
+        patience_s: longest time without a step, or for a call that makes none.
     """
 
     model: str
@@ -81,6 +83,7 @@ class VLLMEngine:
     lora: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     repack: bool = True
+    patience_s: float = float("inf")
 
     def __post_init__(self) -> None:
         require_vllm()
@@ -88,8 +91,9 @@ class VLLMEngine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
         self.adapters = AdapterFolders(self.lora) if self.lora else None
-        self.asleep = False
+        self.asleep, self.watch = False, Watch(self.patience_s)
         self.llm = self._start()
+        self.llm.llm_engine.step = self.watch.follow(self.llm.llm_engine.step)
 
     def _start(self) -> Any:
         from vllm import LLM
@@ -189,7 +193,8 @@ class VLLMEngine:
 
     @property
     def _in_process(self) -> bool:
-        return int(self.llm.llm_engine.vllm_config.parallel_config.world_size) == 1
+        parallel = self.llm.llm_engine.vllm_config.parallel_config
+        return parallel.world_size == 1 and parallel.distributed_executor_backend not in ("mp", "ray")
 
     def _sampling(self, prompt: Prompt, seed: int, temperature: float) -> Any:
         from vllm import SamplingParams
@@ -229,8 +234,11 @@ class VLLMEngine:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         try:
-            return call()
-        except (EngineDeadError, RuntimeError, MemoryError) as error:
+            with self.watch.over():
+                return call()
+        except EngineError:
+            raise
+        except (EngineDeadError, RuntimeError, MemoryError, TimeoutError) as error:
             raise EngineError(f"engine: vLLM failed: {_first(error)}") from error
 
     def _completion(self, output: Any) -> Completion:
