@@ -3,6 +3,8 @@
 import argparse
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +17,7 @@ LLAMA_1B: dict[str, Any] = {
 }  # fmt: skip
 
 
-def random_llama(folder: Path) -> Path:
+def random_llama(folder: Path) -> None:
     """Writes a Llama of 1B parameters with random weights and the embedded world's tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -27,21 +29,24 @@ def random_llama(folder: Path) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**LLAMA_1B, vocab_size=128256, **ids)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return folder
 
 
-def training(folder: Path, iterations: int = 3) -> dict[str, float]:
+def training(folder: Path, engine: str, iterations: int = 3) -> dict[str, float]:
     """Trains on one GPU that a learner (bfloat16, ZeRO-3) and a runner share; returns what was measured."""
     import ray
     import torch
 
     from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 
+    if not folder.is_dir():
+        random_llama(folder)
+    ray.shutdown()  # of a run before that failed
     ray.init(include_dashboard=False, log_to_driver=False)
     algorithm = MHGPOConfig().update_from_dict({
         "llm": str(folder), "dtype": "bfloat16", "num_learners": 1, "num_gpus_per_learner": 0.6, "num_env_runners": 1,
         "num_gpus_per_env_runner": 0.4, "deepspeed": {"zero_stage": 3}, "gradient_checkpointing": True,
         "max_response_tokens": {"rewriter": 28, "reranker": 32, "answerer": 16}, "evaluation_interval": None, "seed": 0,
+        "engine": engine, "engine_config": {"max_model_len": 4096} if engine == "vllm" else {},
     }).build_algo()  # fmt: skip
     rows = [algorithm.train() for _ in range(iterations)]
     peak = algorithm.learners.each(lambda _: torch.cuda.max_memory_allocated())[0]
@@ -82,7 +87,10 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    for name, part in (("searching", searching), ("training", lambda: training(random_llama(out / "llama_1b")))):
+    parts: dict[str, Callable[[], dict[str, float]]] = {"searching": searching}
+    for engine in ("vllm", "hf"):
+        parts[f"training, engine {engine}"] = partial(training, out / "llama_1b", engine)
+    for name, part in parts.items():
         try:
             results[name] = part()
         except Exception as error:
