@@ -22,8 +22,7 @@ from torch import Tensor
 from rllib_mhgpo.credit import along_trajectories
 from rllib_mhgpo.micro_batches import EMPTY, Laid, MicroBatches
 from rllib_mhgpo.modules import LLMRLModule
-from rllib_mhgpo.modules.llm_module import work_of
-from rllib_mhgpo.modules.scoring import matmul_rate
+from rllib_mhgpo.modules.scoring import matmul_rate, work_of
 from rllib_mhgpo.packing import Rows, right_pad
 from rllib_mhgpo.sharding import (
     Replica,
