@@ -124,9 +124,9 @@ class LLMLearner(TorchLearner):
         self._check_is_built()
         self.before_gradient_based_update(timesteps=timesteps or {})
         self._weights_seq_no += 1
+        self.micro.counts.clear()
         old_logprobs = self.old_logprobs(batch)
         before = self.sums_before(batch, old_logprobs) if batch.previous is not None else np.zeros(0)
-        self.micro.counts.clear()
         first_pass: dict[str, NDArray[np.float64]] = {}
         self.not_finite = []
         norms, skipped = [], 0
