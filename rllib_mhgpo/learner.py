@@ -22,8 +22,7 @@ from torch import Tensor
 from rllib_mhgpo.credit import along_trajectories
 from rllib_mhgpo.micro_batches import EMPTY, Laid, MicroBatches
 from rllib_mhgpo.modules import LLMRLModule
-from rllib_mhgpo.modules.llm_module import work_of
-from rllib_mhgpo.modules.scoring import matmul_rate
+from rllib_mhgpo.modules.scoring import matmul_rate, work_of
 from rllib_mhgpo.packing import Rows, right_pad
 from rllib_mhgpo.sharding import (
     Replica,
@@ -125,9 +124,9 @@ class LLMLearner(TorchLearner):
         self._check_is_built()
         self.before_gradient_based_update(timesteps=timesteps or {})
         self._weights_seq_no += 1
+        self.micro.counts.clear()
         old_logprobs = self.old_logprobs(batch)
         before = self.sums_before(batch, old_logprobs) if batch.previous is not None else np.zeros(0)
-        self.micro.counts.clear()
         first_pass: dict[str, NDArray[np.float64]] = {}
         self.not_finite = []
         norms, skipped = [], 0

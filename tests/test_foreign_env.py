@@ -12,7 +12,7 @@ from rllib_mhgpo.algorithms.grpo import GRPOConfig
 from rllib_mhgpo.algorithms.llm_algorithm import LLMAlgorithm
 from rllib_mhgpo.algorithms.mappo import MAPPOConfig
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
-from rllib_mhgpo.engines import Completion
+from rllib_mhgpo.engines import Completion, Engine
 from rllib_mhgpo.errors import ConfigError, MHGPOError
 from rllib_mhgpo.sampling import ForkOnFirst, Options
 from rllib_mhgpo.spaces import TokenSequence
@@ -152,7 +152,7 @@ def test_the_past_policy_stays_until_it_is_refreshed(train: Make) -> None:
     assert any(bool((held[name] != value).any()) for name, value in opponents.past.model.state_dict().items())
 
 
-class Speaker:
+class Speaker(Engine):
     """An engine that says one letter."""
 
     def generate(self, prompts: Any, temperature: float) -> Any:

@@ -14,8 +14,7 @@ from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.llms.lora import lora_settings
 from rllib_mhgpo.micro_batches import MicroBatches
 from rllib_mhgpo.modules import scoring
-from rllib_mhgpo.modules.llm_module import work_of
-from rllib_mhgpo.modules.scoring import head_of, response_logprobs, tree_mask
+from rllib_mhgpo.modules.scoring import head_of, response_logprobs, tree_mask, work_of
 from rllib_mhgpo.packing import Rows, Sharing, lay_out, plan
 from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.train_batch import TrainBatch
@@ -152,6 +151,19 @@ def test_shared_rows_have_fewer_tokens(folder: Path) -> None:
         # 0, 1, 2 and 7 share a prompt of 40 tokens, and 0 and 7 all; so do 3 and 4, and 5 and 6
         assert counts["shared"]["distinct"] == (40 + 4 + 8) + (12 + 1) + (1 + 5 + 2) + 43
     assert counts["off"]["distinct"] == counts["off"]["asked"] - 9
+
+
+@pytest.mark.parametrize(("engine_differs", "passes"), [(False, 3), (True, 4)])
+def test_every_pass_of_an_update_is_counted(tmp_path: Path, engine_differs: bool, passes: int) -> None:
+    """Forwards, backwards as two, and once more where the engine's log-probabilities are not taken."""
+    learner = make_learner(save_toy(tmp_path), packing="off", kl_beta=0.0)
+    learner.engine_differs = engine_differs
+    batch, work = tree_batch(), work_of(learner.module["default_policy"].llm)
+    flops = 0
+    for prompt, response in zip(batch.prompts, batch.responses, strict=True):
+        read = len(prompt) + len(response) - 1
+        flops += work.flops(read, read * (read + 1) // 2, len(response))
+    assert update(learner, batch)["counts"]["flops"] == passes * flops
 
 
 def test_sequences_longer_than_the_window_stay_apart(tmp_path: Path) -> None:
