@@ -1,0 +1,76 @@
+"""Runs by the command whose results cannot, or can, reach their place from another machine."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from rllib_mhgpo.cli.yaml12 import format_yaml
+from tests.toys import PROMPTS
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def file(tmp_path: Path, toy_folder: Path, toy_questions_file: Path) -> Path:
+    env_config = {"questions": str(toy_questions_file), "dev_questions": None, "prompts": PROMPTS}
+    config = {
+        "llm": str(toy_folder), "questions_per_iteration": 3, "group_size": 3, "max_response_tokens": 6, "seed": 1,
+        "env_config": env_config, "num_cpus_for_main_process": 0.5, "num_cpus_per_learner": 0.5,
+    }  # fmt: skip
+    experiment = {"run": "MHGPO", "env": "search", "stop": {"training_iteration": 2}, "config": config}
+    (tmp_path / "safe.yaml").write_text(format_yaml({"safe": experiment}))
+    return tmp_path / "safe.yaml"
+
+
+def start(file: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", "from rllib_mhgpo.cli import main; main()", "train", "file", str(file)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *arguments], cwd=ROOT, **pipes)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A head without CPUs, so that trials run on the other node."""
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.mark.skipif(
+    subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode != 0,
+    reason="a node with mounts of its own needs `unshare -m`",
+)
+def test_a_storage_path_must_be_one_that_the_other_node_reaches(cluster: Cluster, file: Path, tmp_path: Path) -> None:
+    """The second node sees another file system where the first keeps one of two folders."""
+    hidden, shared = tmp_path / "hidden", tmp_path / "shared"
+    for folder in (hidden, shared):
+        folder.mkdir()
+    command = f"mount -t tmpfs none {hidden} && exec {sys.executable} -m ray.scripts.scripts start --block --num-cpus 1"
+    node = subprocess.Popen(
+        ["unshare", "-m", "sh", "-c", f"{command} --address {cluster.address}"],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        ends = {}
+        for folder in (hidden, shared):
+            run = start(file, "--storage-path", str(folder), "--ray-address", cluster.address,
+                        "--set", "stop.training_iteration=1")  # fmt: skip
+            ends[folder] = (*run.communicate(timeout=240), run.returncode)
+    finally:
+        os.killpg(node.pid, signal.SIGTERM)
+        node.wait(60)
+    out, err, code = ends[hidden]
+    assert code == 1, out + err
+    said = f"error: --storage-path: {hidden} of the machine that started the run is not reached from node"
+    assert err.startswith(said), err
+    assert err.count("\n") == 1
+    out, err, code = ends[shared]
+    assert code == 0, out + err
+    assert list(shared.glob("safe/*/checkpoint_*/manifest.json"))
