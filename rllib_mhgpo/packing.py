@@ -242,6 +242,19 @@ def common_prefix(one: Tokens, other: Tokens) -> int:
     return int(differ[0]) if len(differ) else size
 
 
+def ancestors(layout: Layout, width: int) -> Ints:
+    """Returns what the tokens see after which something counts: (N, width) places, flat over (B, T).
+
+    Themselves on the right, 0 on the left where there are fewer.
+    """
+    found = np.zeros((len(layout.before), width), np.int64)
+    length = layout.tokens.shape[1]
+    for number, (row, place) in enumerate(zip(*np.divmod(layout.before, length), strict=True)):
+        seen = np.flatnonzero(layout.ends[row, : place + 1] > place)
+        found[number, width - len(seen) :] = row * length + seen
+    return found
+
+
 class Rectangle(NamedTuple):
     """B rows that end together, so that all of them grow at one place.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rllib_mhgpo.micro_batches import Laid, MicroBatches
 from rllib_mhgpo.modules import LLMRLModule
-from rllib_mhgpo.modules.llm_module import work_of
+from rllib_mhgpo.modules.scoring import work_of
 from rllib_mhgpo.packing import right_pad
 from rllib_mhgpo.sharding import cast_parameters, copy_weights, shard_frozen, summed
 from rllib_mhgpo.train_batch import NOTHING, MicroBatch, TrainBatch

@@ -130,13 +130,14 @@ def play(env: AECEnv, engine: Engine, roots: Sequence[int], how: Play, seconds: 
     """
     trees = [RolloutTree(root, recorded=how.keeps(root)) for root in roots]
     live = [branch for tree in trees for branch in _begun(env, tree, how)]
-    while live:
-        live, prompts, flags = _observed(live, how)
-        with _timed(seconds, "generate"):
-            completions = engine.generate(prompts, how.temperature)
-        forks = [_responded(*fork, how) for fork in zip(live, prompts, flags, completions, strict=True)]
-        with _timed(seconds, "step"):
-            live = _stepped([branch for fork in forks for branch in fork], how)
+    with engine.remembering():
+        while live:
+            live, prompts, flags = _observed(live, how)
+            with _timed(seconds, "generate"):
+                completions = engine.generate(prompts, how.temperature)
+            forks = [_responded(*fork, how) for fork in zip(live, prompts, flags, completions, strict=True)]
+            with _timed(seconds, "step"):
+                live = _stepped([branch for fork in forks for branch in fork], how)
     for tree in trees:
         if tree.void:
             tree.prune()

@@ -1,5 +1,6 @@
 """HFEngine against plain forward passes of transformers."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -96,3 +97,79 @@ def test_greedy_takes_the_best() -> None:
 def test_damaged_weights_stop_the_run_with_one_clear_error() -> None:
     with pytest.raises(ModelError, match="not finite"):
         draw(torch.full((1, 3), torch.nan), torch.zeros(1).double(), 1.0)
+
+
+def tokens_read(model: PreTrainedModel, work: Callable[[], object]) -> int:
+    """Counts the places of all forward passes, padding included."""
+    seen: list[int] = []
+    handle = model.register_forward_pre_hook(
+        lambda _module, _args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    work()
+    handle.remove()
+    return sum(seen)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "granite", "mistral", "bloom"])
+def test_a_beginning_that_prompts_share_is_read_once(kind: str) -> None:
+    """Instructions of 60 tokens before six questions; models that cannot share rows are as right."""
+    model = toy_model(toy_tokenizer(), kind=kind).eval()
+    engine = HFEngine(model, eos_ids=[EOS])
+    instructions = ids(*range(30, 90))
+    prompts = [
+        Prompt(np.concatenate([instructions, ids(*range(100, 103 + number))]), [number, 50], 2) for number in range(6)
+    ]
+    said: list[list[Completion]] = []
+    assert engine.sharing.mode == ("off" if kind == "bloom" else "auto")
+    count = tokens_read(model, lambda: said.extend(engine.generate(prompts, 0.7)))
+    shares = kind not in ("mistral", "bloom")  # a window shorter than the prompts; distances within a row
+    assert count <= 60 + 8 + 12 if shares else count >= 6 * 63
+    for prompt, completions in zip(prompts, said, strict=True):
+        for completion in completions:
+            expected = plain_logprobs(model, prompt.ids, completion.ids, 0.7)
+            np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def three_rounds(engine: HFEngine) -> list[tuple[NDArray[np.int32], Completion]]:
+    """Transcripts: what is said, then something that is found, then what is said to that."""
+    waves = [[ids(*range(20, 60)), ids(*range(21, 50)), ids(*range(20, 60), 7)]]
+    found: list[tuple[NDArray[np.int32], Completion]] = []
+    for number in range(3):
+        asked = [Prompt(prompt, [number, 10 + number], 4, stop=("z",)) for prompt in waves[-1]]
+        said = engine.generate(asked, 1.0)
+        found += [(p.ids, one) for p, completions in zip(asked, said, strict=True) for one in completions]
+        results = ids(*range(70 + number, 90 + 3 * number))
+        waves.append(
+            [np.concatenate([p.ids, c.ids, results]) for p, ones in zip(asked, said, strict=True) for c in ones]
+        )
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("room", [32768, 400, 1])
+def test_a_transcript_is_read_on(kind: str, room: int) -> None:
+    model = toy_model(toy_tokenizer(), kind=kind).eval()
+    engine = HFEngine(model, eos_ids=[EOS], tokenizer=toy_tokenizer(), max_batch_tokens=room)
+    found: list[tuple[NDArray[np.int32], Completion]] = []
+    alone = tokens_read(model, lambda: found.extend(three_rounds(engine)))
+    with engine.remembering():
+        together = tokens_read(model, lambda: found.extend(three_rounds(engine)))
+    assert together < 0.7 * alone if room == 32768 and kind != "mistral" else together <= alone
+    for prompt, completion in found:
+        expected = plain_logprobs(model, prompt, completion.ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_nothing_is_remembered_of_other_weights() -> None:
+    model = toy_model(toy_tokenizer()).eval()
+    engine = HFEngine(model, eos_ids=[EOS], tokenizer=toy_tokenizer())
+    prompt = Prompt(ids(*range(20, 60)), [0], 4, stop=("z",))
+    for seed in range(3):
+        with engine.remembering():
+            engine.generate([prompt], 1.0)
+        model.load_state_dict(toy_model(toy_tokenizer(), seed=seed).state_dict())
+        with engine.remembering():
+            (completion,) = engine.generate([prompt], 1.0)[0]
+        np.testing.assert_allclose(
+            completion.logprobs, plain_logprobs(model, prompt.ids, completion.ids, 1.0), atol=1e-4
+        )

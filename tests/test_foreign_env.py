@@ -14,7 +14,7 @@ from rllib_mhgpo.algorithms.grpo import GRPOConfig
 from rllib_mhgpo.algorithms.llm_algorithm import LLMAlgorithm
 from rllib_mhgpo.algorithms.mappo import MAPPOConfig
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
-from rllib_mhgpo.engines import Completion
+from rllib_mhgpo.engines import Completion, Engine
 from rllib_mhgpo.errors import ConfigError, MHGPOError
 from rllib_mhgpo.sampling import ForkOnFirst, Options
 from rllib_mhgpo.spaces import TokenSequence
@@ -218,7 +218,7 @@ def test_a_run_against_its_past_goes_on_as_if_it_had_not_stopped(train: Make, tm
     assert result["agent_1"]["reward"] == expected["agent_1"]["reward"]
 
 
-class Speaker:
+class Speaker(Engine):
     """An engine that says one letter."""
 
     def generate(self, prompts: Any, temperature: float) -> Any:

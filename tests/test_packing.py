@@ -14,8 +14,7 @@ from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.llms.lora import lora_settings
 from rllib_mhgpo.micro_batches import MicroBatches
 from rllib_mhgpo.modules import scoring
-from rllib_mhgpo.modules.llm_module import work_of
-from rllib_mhgpo.modules.scoring import head_of, response_logprobs, tree_mask
+from rllib_mhgpo.modules.scoring import head_of, response_logprobs, tree_mask, work_of
 from rllib_mhgpo.packing import Rows, Sharing, lay_out, plan
 from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.train_batch import TrainBatch

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from rllib_mhgpo.data import Question, Questions
-from rllib_mhgpo.engines import Completion, Prompt
+from rllib_mhgpo.engines import Completion, Engine, Prompt
 
 EOS, PAD = "<eos>", "<pad>"
 LLAMA_SHAPE: dict[str, Any] = {
@@ -117,7 +117,7 @@ def toy_questions(count: int = 4) -> Questions:
     )
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """An engine whose responses a function of (prompt text, sample index) writes; it counts its calls."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, script: Callable[[str, int], str]) -> None:

@@ -1,6 +1,7 @@
 """What every engine takes and gives."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -53,3 +54,7 @@ class Engine(Protocol):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes new weights by their names in the model's state dict."""
+
+    def remembering(self) -> AbstractContextManager[None]:
+        """The context in which weights stay as they are, so that a prompt that extends an earlier one is read on."""
+        return nullcontext()

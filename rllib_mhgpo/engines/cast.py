@@ -1,6 +1,7 @@
 """Who plays whom: other engines, or written policies, in the place of some agents."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from rllib_mhgpo.engines.base import Completion, Engine, Prompt
 from rllib_mhgpo.errors import ConfigError
 
 
-class Cast:
+class Cast(Engine):
     """An engine that hands each agent's prompts to the engine that plays it.
 
     Args:
@@ -34,8 +35,16 @@ class Cast:
         """Gives the default engine new weights."""
         self.default.load_weights(weights)
 
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """The context in which every engine remembers."""
+        with ExitStack() as stack:
+            for engine in {id(engine): engine for engine in (self.default, *self.others.values())}.values():
+                stack.enter_context(engine.remembering())
+            yield
 
-class Written:
+
+class Written(Engine):
     """An engine that needs no model: a function of the environment and the acting agent writes the text.
 
     Args:

@@ -1,23 +1,26 @@
-"""Generation with the training module itself: no second copy of the weights, one prefill a distinct prompt.
+"""Generation with the training module itself: no second copy of the weights, no token of a wave's prompts read twice.
 
 The key-value cache has its room from the start, so that a step copies nothing, and finished responses leave the batch.
 Each response is drawn by inverting the distribution function at uniform numbers of its own seed.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
 
-from rllib_mhgpo.engines.base import Completion, Prompt
+from rllib_mhgpo.engines.base import Completion, Engine, Prompt
+from rllib_mhgpo.engines.reading import Memory, read_prompts
 from rllib_mhgpo.errors import ModelError
-from rllib_mhgpo.packing import rectangle
+from rllib_mhgpo.modules.scoring import sharing_of
+from rllib_mhgpo.packing import Sharing
 from rllib_mhgpo.spaces import Tokens
 
 COMPACT_BELOW = 0.75
@@ -39,7 +42,7 @@ class Row:
         return np.random.Generator(np.random.Philox(self.seed)).random(self.max_tokens)
 
 
-class HFEngine:
+class HFEngine(Engine):
     """Samples from a transformers model that it shares with its owner.
 
     Args:
@@ -61,7 +64,22 @@ class HFEngine:
         act_as: Callable[[str], None] | None = None,
     ) -> None:
         self.tokenizer, self.act_as = tokenizer, act_as
+        self.memories: defaultdict[str, Memory] | None = None  # by agent, whose weights may differ
         self.model, self.eos_ids, self.dtype, self.max_batch_tokens = model, frozenset(eos_ids), dtype, max_batch_tokens
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        """When prompts share a row."""
+        return sharing_of(self.model, "auto")
+
+    @contextmanager
+    def remembering(self) -> Iterator[None]:
+        """The context in which prompts with stop texts are kept, since what comes after those extends them."""
+        self.memories = defaultdict(lambda: Memory(self.max_batch_tokens))
+        try:
+            yield
+        finally:
+            self.memories = None
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], temperature: float) -> list[list[Completion]]:
@@ -83,9 +101,10 @@ class HFEngine:
             [Row(owner, seed, p.max_tokens, p.stop) for seed in p.seeds]
             for owner, p in zip(owners, prompts, strict=True)
         ]
+        memory = self._memory(prompts)
         for batch in self._batches([row for group in rows for row in group], ids):
             with self._precision():
-                self._finish(batch, ids, temperature)
+                self._finish(batch, ids, temperature, memory)
         return [[_completion(row) for row in group] for group in rows]
 
     @torch.no_grad()
@@ -122,25 +141,20 @@ class HFEngine:
         if batch:
             yield batch
 
-    def _finish(self, rows: list[Row], ids: list[Tokens], temperature: float) -> None:
+    def _memory(self, prompts: Sequence[Prompt]) -> Memory | None:
+        if self.memories is None or not any(prompt.stop for prompt in prompts):
+            return None
+        return self.memories[prompts[0].agent if self.act_as else ""]
+
+    def _finish(self, rows: list[Row], ids: list[Tokens], temperature: float, memory: Memory | None) -> None:
         """Prefills the distinct prompts of the rows, then grows all rows until each has ended."""
         owners = list(dict.fromkeys(row.prompt for row in rows))
         steps = max(row.max_tokens for row in rows)
-        layout = rectangle([ids[owner] for owner in owners])
-        attention = self._tensor(layout.attention)
-        out = self.model(
-            input_ids=self._tensor(layout.tokens),
-            attention_mask=attention,
-            position_ids=self._tensor(layout.positions),
-            past_key_values=DynamicCache(config=self.model.config),
-            use_cache=True,
-            logits_to_keep=1,
-        )
         place = {owner: i for i, owner in enumerate(owners)}
-        copies = self._tensor(np.array([place[row.prompt] for row in rows]))
-        state = _State(out.past_key_values, attention, attention.shape[1], steps, copies)
+        owned = np.array([place[row.prompt] for row in rows])
+        state, logits = read_prompts(self.model, [ids[owner] for owner in owners], owned, steps, self.sharing, memory)
         uniforms = np.stack([np.pad(row.uniforms(), (0, steps - row.max_tokens)) for row in rows])
-        logits, active = out.logits[:, -1].index_select(0, copies), np.arange(len(rows))
+        active = np.arange(len(rows))
         for step in range(steps):
             tokens, logprobs = draw(logits, self._tensor(uniforms[active, step]), temperature)
             going = self._append([rows[i] for i in active], tokens, logprobs)
@@ -174,71 +188,6 @@ class HFEngine:
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.model.device)
-
-
-class _State:
-    """Cache, mask and positions of the rows that are still growing."""
-
-    def __init__(self, cache: DynamicCache, attention: Tensor, width: int, steps: int, copies: Tensor) -> None:
-        self.cache, self.width = cache, width
-        self.positions = attention.sum(1, keepdim=True).index_select(0, copies)
-        room = attention.new_ones((len(copies), steps))
-        self.attention = torch.cat([attention.index_select(0, copies), room], dim=1)
-        for i, layer in enumerate(cache.layers):
-            layer.reorder_cache(copies)
-            if type(layer) is DynamicLayer:
-                cache.layers[i] = _RoomyLayer(layer, steps)
-
-    def keep(self, rows: Tensor) -> None:
-        """Drops all other rows."""
-        self.positions, self.attention = self.positions.index_select(0, rows), self.attention.index_select(0, rows)
-        for layer in self.cache.layers:
-            layer.reorder_cache(rows)
-
-    def forward(self, model: PreTrainedModel, tokens: Tensor) -> Tensor:
-        """Feeds one token a row; returns the logits of the next, (rows, V)."""
-        self.width += 1
-        out = model(
-            input_ids=tokens[:, None],
-            attention_mask=self.attention[:, : self.width],
-            position_ids=self.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        self.positions = self.positions + 1
-        return out.logits[:, -1]  # type: ignore[no-any-return]
-
-
-class _RoomyLayer(DynamicLayer):
-    """A cache layer that is written in place, instead of being copied at every step to grow by one."""
-
-    def __init__(self, layer: DynamicLayer, room: int) -> None:
-        super().__init__()
-        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
-        self.length = layer.keys.shape[-2]
-        self.key_room, self.value_room = (_with_room(states, room) for states in (layer.keys, layer.values))
-        self._expose()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        end = self.length + key_states.shape[-2]
-        self.key_room[:, :, self.length : end], self.value_room[:, :, self.length : end] = key_states, value_states
-        self.length = end
-        self._expose()
-        return self.keys, self.values
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.key_room, self.value_room = (room.index_select(0, beam_idx) for room in (self.key_room, self.value_room))
-        self._expose()
-
-    def _expose(self) -> None:
-        self.keys, self.values = self.key_room[:, :, : self.length], self.value_room[:, :, : self.length]
-
-
-def _with_room(states: Tensor, room: int) -> Tensor:
-    rows, heads, length, size = states.shape
-    larger = states.new_empty((rows, heads, length + room, size))
-    larger[:, :, :length] = states
-    return larger
 
 
 def draw(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rllib_mhgpo.engines.adapters import AdapterFolders
-from rllib_mhgpo.engines.base import Completion, Prompt
+from rllib_mhgpo.engines.base import Completion, Engine, Prompt
 from rllib_mhgpo.errors import ConfigError, EngineError, ModelError, RolloutError, did_you_mean
 from rllib_mhgpo.spaces import Tokens
 
@@ -57,7 +57,7 @@ class Placement:
 
 
 @dataclass
-class VLLMEngine:
+class VLLMEngine(Engine):
     """Samples from a model folder; its weights follow the learner's through :meth:`load_weights`.
 
     Attributes:

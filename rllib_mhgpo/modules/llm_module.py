@@ -17,20 +17,16 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rllib_mhgpo.errors import CheckpointError
-from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer
 from rllib_mhgpo.llms.lora import activate, adapter_names, add_adapters, read_adapters, save_adapted
-from rllib_mhgpo.modules.scoring import head_of, is_head_last, longest_shared, response_logprobs, shares_rows
+from rllib_mhgpo.modules.scoring import head_of, is_head_last, response_logprobs, sharing_of
 from rllib_mhgpo.packing import Sharing
 from rllib_mhgpo.sharding import is_sharded, whole
 
 WEIGHTS = "*.safetensors"
-MOST_PADDING = (256, 4096)
-"""Tokens that cost as much as another pass, on a CPU (measured on two cores) and on a GPU (a guess)."""
 
 
 class LLMRLModule(TorchRLModule):
@@ -102,19 +98,9 @@ class LLMRLModule(TorchRLModule):
             )
 
     def sharing(self, mode: str) -> Sharing:
-        """Finds out how responses can be scored, before the model is sharded; returns when they share rows.
-
-        A model that cannot share rows has rows back to back where its attention has kernels for that.
-        """
+        """Finds out how responses can be scored, before the model is sharded; returns when they share rows."""
         self.in_pieces = is_head_last(self.llm)
-        if mode in ("auto", "shared") and not shares_rows(self.llm, "tree"):
-            mode = "plain" if "flash" in str(self.llm.config._attn_implementation) else "off"
-        if mode == "plain" and not shares_rows(self.llm, "packed"):
-            mode = "off"
-        work = work_of(self.llm)
-        # attention compares at four operations a channel, weights take two
-        linear_cost = work.body / max(1, 2 * work.attention)
-        return Sharing(mode, linear_cost, longest_shared(self.llm), MOST_PADDING[self.llm.device.type != "cpu"])
+        return sharing_of(self.llm, mode)
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which forward passes run."""
@@ -251,13 +237,3 @@ def to_tensor(given: Any) -> Tensor:
     # arrays from Ray's object store are read-only, which from_numpy warns about
     tensor = torch.from_numpy(np.require(given, requirements="W"))
     return tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor
-
-
-def work_of(llm: PreTrainedModel) -> Work:
-    """Returns what a pass of a model takes."""
-    config = llm.config.get_text_config()
-    tables = {llm.get_input_embeddings().weight, head_of(llm).get_parameter("weight")}
-    body = sum(parameter.numel() for parameter in llm.parameters()) - sum(table.numel() for table in tables)
-    heads = getattr(config, "num_attention_heads", 0)  # a model without attention has none
-    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
-    return Work(body, head_of(llm).get_parameter("weight").numel(), config.num_hidden_layers * heads * width)

@@ -13,13 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
+from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.losses import token_logprobs
-from rllib_mhgpo.packing import Attention, Layout, Rows, lay_out
+from rllib_mhgpo.packing import Attention, Layout, Rows, Sharing, lay_out
 
 LOGITS_AT_ONCE = 1 << 25
 """Most logits of a piece: 128 MiB in float32."""
+MOST_PADDING = (256, 4096)
+"""Tokens that cost as much as another pass, on a CPU (measured on two cores) and on a GPU (a guess)."""
 SAME = 1e-3
 """Log-probabilities closer than this come from the same model."""
 Batch = Mapping[str, Any]
@@ -36,7 +39,7 @@ def as_tensors(layout: Layout, device: torch.device) -> dict[str, Any]:
 def response_values(run: Callable[..., Any], head: torch.nn.Module, batch: Batch) -> Tensor:
     """Returns what a head of one number says before each response token, (b, R), 0 past a response's end."""
     with head_at(head, batch["before"], lambda forward, hidden: forward(hidden)):
-        return spread(_rows(run, batch)[0, :, 0].float(), batch)
+        return spread(run_rows(run, batch)[0, :, 0].float(), batch)
 
 
 def response_logprobs(
@@ -71,7 +74,7 @@ def response_logprobs(
         return torch.cat(scored)[None]
 
     with head_at(head, batch["before"], score_pieces if in_pieces else lambda forward, hidden: forward(hidden)):
-        found = _rows(run, batch)[0]
+        found = run_rows(run, batch)[0]
     logp, entropy = (found if in_pieces else score(found, batch["targets"])).unbind(-1)
     return spread(logp, batch), spread(entropy, batch)
 
@@ -101,12 +104,21 @@ def head_at(
             head.forward = own
 
 
-def _rows(run: Callable[..., Any], batch: Batch) -> Tensor:
-    """Runs the model on the rows; where a row does not branch, the model's own causal mask serves."""
-    more = {} if batch["attention"] == "causal" else {"position_ids": batch["positions"]}
+def run_rows(run: Callable[..., Any], batch: Batch, cache: Cache | None = None) -> Tensor:
+    """Runs the model on the rows; where a row does not branch, the model's own causal mask serves.
+
+    Args:
+        cache: is given the keys and values of all places.
+
+    Returns:
+        What the model's head makes of them.
+    """
+    more: dict[str, Any] = {} if batch["attention"] == "causal" else {"position_ids": batch["positions"]}
     if batch["attention"] == "tree":
         more["attention_mask"] = tree_mask(batch["ends"])
-    logits: Tensor = run(input_ids=batch["tokens"], use_cache=False, **more).logits
+    if cache is not None:
+        more["past_key_values"] = cache
+    logits: Tensor = run(input_ids=batch["tokens"], use_cache=cache is not None, **more).logits
     return logits
 
 
@@ -146,7 +158,32 @@ def shares_rows(llm: PreTrainedModel, attention: Attention) -> bool:
         return False
 
 
-def longest_shared(llm: PreTrainedModel) -> float:
+def sharing_of(llm: PreTrainedModel, mode: str) -> Sharing:
+    """Finds out when sequences can share rows of a model that is not sharded yet.
+
+    A model that cannot share rows has rows back to back where its attention has kernels for that.
+    """
+    if mode in ("auto", "shared") and not shares_rows(llm, "tree"):
+        mode = "plain" if "flash" in str(llm.config._attn_implementation) else "off"
+    if mode == "plain" and not shares_rows(llm, "packed"):
+        mode = "off"
+    work = work_of(llm)
+    # attention compares at four operations a channel, weights take two
+    linear_cost = work.body / max(1, 2 * work.attention)
+    return Sharing(mode, linear_cost, _longest_shared(llm), MOST_PADDING[llm.device.type != "cpu"])
+
+
+def work_of(llm: PreTrainedModel) -> Work:
+    """Returns what a pass of a model takes."""
+    config = llm.config.get_text_config()
+    tables = {llm.get_input_embeddings().weight, head_of(llm).get_parameter("weight")}
+    body = sum(parameter.numel() for parameter in llm.parameters()) - sum(table.numel() for table in tables)
+    heads = getattr(config, "num_attention_heads", 0)  # a model without attention has none
+    width = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
+    return Work(body, head_of(llm).get_parameter("weight").numel(), config.num_hidden_layers * heads * width)
+
+
+def _longest_shared(llm: PreTrainedModel) -> float:
     """Returns how long sequences may be that share a row: those that a sliding window does not cut."""
     config = llm.config.get_text_config()
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
