@@ -92,7 +92,9 @@ class LLMLearner(TorchLearner):
             yield self.policy, rows
             return
         names = {agent: self.config.policy_of(agent) for agent in dict.fromkeys(batch.agents)}
-        owners = np.array([names[batch.agents[row]] for row in rows], dtype=object)
+        followed = (names[batch.agents[row]] for row in rows)
+        # an opponent's rows weigh nothing and belong to anyone
+        owners = np.array([name if name in self.policies else self.policy.name for name in followed], dtype=object)
         for name, policy in self.policies.items():
             yield policy, rows[owners == name]
 

@@ -239,7 +239,7 @@ def test_log_probabilities_are_computed_anew_where_the_engine_differs(tmp_path: 
     assert second == pytest.approx(np.ones(9), rel=1e-5)
     laid = learner.policy.micro.lay_out(off, np.arange(9), learner.policy.micro.cut(off, np.arange(9))[0])
     assert (learner.policy.forward(laid, exact).importance == 1).all()  # no cap, no correction
-    assert learner.get_state()["engine_differs"]
+    assert learner.get_state()["policies"]["default_policy"]["engine_differs"]
     update(learner, TrainBatch(**{**vars(off), "weights": np.zeros(9)}))
     assert learner.policy.engine_differs  # where nothing was computed, nothing was learned of the engine
     good = TrainBatch(**{**vars(batch), "logprobs": exact})
@@ -257,7 +257,7 @@ def test_micro_batches_of_agents_with_adapters_have_one_agent(tmp_path: Path) ->
 @pytest.mark.parametrize("packing", ["auto", "plain"])
 def test_a_kind_of_packing_that_a_model_does_not_take_is_left(tmp_path: Path, packing: str) -> None:
     """Bloom's distances run on through a packed row, too."""
-    assert make_learner(save_toy(tmp_path, "bloom"), packing=packing).micro.sharing.mode == "off"
+    assert make_learner(save_toy(tmp_path, "bloom"), packing=packing).policy.micro.sharing.mode == "off"
 
 
 def test_work_of_models_without_a_head_size_of_their_own() -> None:

@@ -297,6 +297,20 @@ def test_a_policys_past_and_a_checkpoints_policy_are_opponents(make: Make, tmp_p
     assert all(torch.equal(cast["rewriter"].model.state_dict()[name], written[name]) for name in written)
 
 
+def says_nothing(env: Any, agent: str) -> str:
+    return ""
+
+
+def test_an_opponent_needs_no_policy(make: Make) -> None:
+    algorithm = make(
+        policies=["rewriter", "answerer"], opponents={"reranker": "tests.test_policies:says_nothing"}, kl_in_reward=True
+    )
+    before = weights(algorithm)
+    result = row(algorithm)
+    assert set(result["policies"]) == {"rewriter", "answerer"}
+    assert all(not same(arrays, weights(algorithm)[name]) for name, arrays in before.items())
+
+
 # --- what is asked for ----------------------------------------------------------------------------------------------
 
 

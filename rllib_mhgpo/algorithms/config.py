@@ -287,7 +287,7 @@ class LLMConfig(AlgorithmConfig):
             ConfigError: an agent that follows no policy, or an opponent that cannot play.
         """
         check_followed(self, agents)
-        own = {agent: engines[self.policy_of(agent)] for agent in agents}
+        own = {agent: engines.get(self.policy_of(agent), next(iter(engines.values()))) for agent in agents}
         return Opponents(own, self.opponents, self.opponent_refresh)
 
     def training(self, **settings: Any) -> Self:
@@ -304,13 +304,13 @@ class LLMConfig(AlgorithmConfig):
         Raises:
             ConfigError: a key that nobody knows, or one of RLlib's that has no effect on this algorithm.
         """
-        config_dict = dict(config_dict)
+        config_dict = plain(dict(config_dict))
         self._refuse_strangers(config_dict)
         if not isinstance(config_dict.get("env_config", {}), Mapping):
             raise ConfigError(f"config: env_config: expected keys and values, found {config_dict['env_config']!r}.")
         mine = {key: config_dict.pop(key) for key in list(config_dict) if key in own_keys(type(self))}
         for key, value in mine.items():
-            setattr(self, key, copy.deepcopy(plain(value)))
+            setattr(self, key, copy.deepcopy(value))
         super().update_from_dict(config_dict)
         return self
 

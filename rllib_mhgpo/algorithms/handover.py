@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.learner_pool import LearnerPool
+from rllib_mhgpo.algorithms.policies import followers
 from rllib_mhgpo.algorithms.runner_pool import RunnerPool
 from rllib_mhgpo.engines.probe import TOLERANCE, Probe, as_batch, fixed_sequence
 from rllib_mhgpo.llms.folders import architecture
@@ -37,7 +38,7 @@ class HandOver:
 
     def __init__(self, config: LLMConfig, learners: LearnerPool, pool: RunnerPool, agents: Sequence[str]) -> None:
         self.config, self.learners, self.pool = config, learners, pool
-        self._speakers = list({config.policy_of(agent): agent for agent in agents}.values())
+        self._speakers = list({policy: agent for agent, policy in followers(config, agents).items()}.values())
         self.size, self.difference, self.version = 0, float("nan"), 0
         self._connected: list[ActorHandle] = []
         if config.weight_sync != "store":

@@ -47,6 +47,7 @@ from rllib_mhgpo.algorithms.learner_pool import (
     take_shards,
 )
 from rllib_mhgpo.algorithms.opponents import PAST, read_past, write_past
+from rllib_mhgpo.algorithms.policies import followers
 from rllib_mhgpo.algorithms.profiling import TABLE, phase_table, traced
 from rllib_mhgpo.algorithms.recording import Recorder
 from rllib_mhgpo.algorithms.registration import import_named
@@ -249,7 +250,7 @@ class LLMAlgorithm(Algorithm):
             results.Iteration(flat, credit, batch, **update.pop("rows")),
             update,
             self.agents,
-            self._followers(),
+            self._agents_by_policy(),
             seconds,
             self._tokens_generated,
         )
@@ -325,7 +326,7 @@ class LLMAlgorithm(Algorithm):
         """Adds algorithm and configuration as JSON, so that the policy can be used without reading a pickle."""
         config = self.config.as_json()
         if self.config.policies:  # a function would be lost
-            config["policy_mapping"] = {agent: self.config.policy_of(agent) for agent in self.agents}
+            config["policy_mapping"] = followers(self.config, self.agents)
         own = {"algorithm": type(self).__name__, "config": config, "data": self._facts, "versions": versions()}
         return {**super().get_metadata(), **own}
 
@@ -401,12 +402,10 @@ class LLMAlgorithm(Algorithm):
         earned = {"reward": shared + flat.specific, "reward_shared": shared, "reward_specific": flat.specific}
         self.recorder.write("dev", self._updates, trees, flat, earned)
 
-    def _followers(self) -> dict[str, list[str]]:
-        """Which agents follow each policy, where there are several."""
-        followers: dict[str, list[str]] = {name: [] for name in self.config.policies}
-        for agent in self.agents if self.config.policies else ():
-            followers[self.config.policy_of(agent)].append(agent)
-        return followers
+    def _agents_by_policy(self) -> dict[str, list[str]]:
+        """Which agents follow each policy, where they do not share one."""
+        followed = followers(self.config, self.agents)
+        return {name: [agent for agent in followed if followed[agent] == name] for name in self.config.policies}
 
     def _roots(self, iteration: int) -> list[int]:
         return deal_roots(self.run_seed, iteration, self.config.questions_per_iteration, self.num_roots)

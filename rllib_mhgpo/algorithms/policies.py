@@ -96,6 +96,11 @@ def _check_policy(config: "LLMConfig", name: str, own: dict[str, Any]) -> None:
         )
 
 
+def followers(config: "LLMConfig", agents: Sequence[str]) -> dict[str, str]:
+    """Returns the policy of each agent that follows one: other opponents than ``past`` have weights of their own."""
+    return {agent: config.policy_of(agent) for agent in agents if config.opponents.get(agent, "past") == "past"}
+
+
 def check_followed(config: "LLMConfig", agents: Sequence[str]) -> None:
     """Refuses a mapping that does not fit the environment's agents.
 
@@ -106,7 +111,7 @@ def check_followed(config: "LLMConfig", agents: Sequence[str]) -> None:
         raise ConfigError(f"config: policy_mapping: no agents {strangers}; agents: {list(agents)}.")
     if not config.policies:
         return
-    followed = {agent: config.policy_of(agent) for agent in agents}
+    followed = followers(config, agents)
     for agent, policy in followed.items():
         if policy not in config.policies:
             raise ConfigError(
