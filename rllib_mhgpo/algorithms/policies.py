@@ -5,6 +5,7 @@ few keys in which it differs from the run's configuration; whatever computes wit
 name.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,8 @@ def check_policies(config: "LLMConfig") -> None:
 
 def _check_policy(config: "LLMConfig", name: str, own: dict[str, Any]) -> None:
     place = f"config: policies.{name}"
-    if name in TAKEN or not name.isidentifier():
-        raise ConfigError(f"{place}: expected a name of letters, digits and _, none of {list(TAKEN)}.")
+    if name in TAKEN or not re.fullmatch(r"\w[\w.-]*", name):  # it becomes a folder's
+        raise ConfigError(f"{place}: expected a name of letters, digits, _, - and ., none of {list(TAKEN)}.")
     for key in own:
         if key not in OWN:
             hint = did_you_mean(key, OWN)
