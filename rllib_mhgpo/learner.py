@@ -123,11 +123,11 @@ class LLMLearner(TorchLearner):
         self._check_is_built()
         self.before_gradient_based_update(timesteps=timesteps or {})
         self._weights_seq_no += 1
-        old_logprobs = self.old_logprobs(batch)
-        before = self.sums_before(batch, old_logprobs) if batch.previous is not None else np.zeros(0)
         self.not_finite = []
         for policy in self.policies.values():
             policy.begin()
+        old_logprobs = self.old_logprobs(batch)
+        before = self.sums_before(batch, old_logprobs) if batch.previous is not None else np.zeros(0)
         first_pass: dict[str, NDArray[np.float64]] = {}
         for epoch in range(self.config.num_epochs):
             factors = np.ones(len(batch))

@@ -85,9 +85,20 @@ class MicroBatches:
             yield parts[number] if number < len(parts) else EMPTY, number == count - 1
 
     def lay_out(
-        self, batch: TrainBatch, rows: NDArray[np.int64], part: Rows, prompts: Sequence[Tokens] = (), passes: int = 1
+        self,
+        batch: TrainBatch,
+        rows: NDArray[np.int64],
+        part: Rows,
+        prompts: Sequence[Tokens] = (),
+        passes: int = 1,
+        work: Work | None = None,
     ) -> Laid:
-        """Lays out one of the micro-batches that :meth:`cut` made, for so many passes; a backward pass is two."""
+        """Lays out one of the micro-batches that :meth:`cut` made.
+
+        Args:
+            passes: over it, for the count; a backward pass is two.
+            work: of each, where another model than the policy makes them.
+        """
         if not part.rows:
             batch, rows, part, prompts = NOTHING, ONE, Rows([[0]], "causal"), ()
         prompts = prompts or batch.prompts
@@ -99,7 +110,8 @@ class MicroBatches:
         self.counts["asked"] += sum(len(prompts[i]) + len(batch.responses[i]) for i in rows)
         self.counts["distinct"] += layout.num_tokens
         self.counts["computed"] += layout.tokens.size
-        self.counts["flops"] += passes * self.work.flops(layout.num_tokens, layout.num_seen, len(layout.targets))
+        work = work or self.work
+        self.counts["flops"] += passes * work.flops(layout.num_tokens, layout.num_seen, len(layout.targets))
         tensors = as_tensors(layout, self.device)
         return Laid(batch, rows, tensors, torch.from_numpy(mask).view(layout.shape).to(self.device))
 

@@ -153,6 +153,19 @@ def test_shared_rows_have_fewer_tokens(folder: Path) -> None:
     assert counts["off"]["distinct"] == counts["off"]["asked"] - 9
 
 
+@pytest.mark.parametrize(("engine_differs", "passes"), [(False, 3), (True, 4)])
+def test_every_pass_of_an_update_is_counted(tmp_path: Path, engine_differs: bool, passes: int) -> None:
+    """Forwards, backwards as two, and once more where the engine's log-probabilities are not taken."""
+    learner = make_learner(save_toy(tmp_path), packing="off", kl_beta=0.0)
+    learner.policy.engine_differs = engine_differs
+    batch, work = tree_batch(), work_of(learner.module["default_policy"].llm)
+    flops = 0
+    for prompt, response in zip(batch.prompts, batch.responses, strict=True):
+        read = len(prompt) + len(response) - 1
+        flops += work.flops(read, read * (read + 1) // 2, len(response))
+    assert update(learner, batch)["counts"]["flops"] == passes * flops
+
+
 def test_sequences_longer_than_the_window_stay_apart(tmp_path: Path) -> None:
     learner = make_learner(save_toy(tmp_path, "mistral"), packing="shared")
     assert learner.policy.micro.sharing.window == 16

@@ -9,6 +9,7 @@ all agents. Departures from MHGPO:
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -215,11 +216,11 @@ class MAPPOLearner(PolicyLearner):
 
     def step_beside(self, batch: TrainBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
         """Takes the critic's step; returns ``value_loss``, sums over response tokens."""
-        measured = np.zeros(len(rows))
-        for part, is_last in self.policy.micro.in_step(batch, rows, batch.critic_prompts):
-            losses, weight = self._value_losses(
-                self.policy.micro.lay_out(batch, rows, part, batch.critic_prompts, passes=3)
-            )
+        measured, micro = np.zeros(len(rows)), self.policy.micro
+        body = replace(micro.work, head=0)  # its own head is one number
+        for part, is_last in micro.in_step(batch, rows, batch.critic_prompts):
+            laid = micro.lay_out(batch, rows, part, batch.critic_prompts, passes=3, work=body)
+            losses, weight = self._value_losses(laid)
             self.parallel[CRITIC].backward(self.config.vf_coeff * (losses * weight).sum(), is_last)
             if part.rows:
                 measured[part.sequences] = losses.detach().sum(1).double().cpu().numpy()
