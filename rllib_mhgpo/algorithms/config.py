@@ -304,7 +304,7 @@ class LLMConfig(AlgorithmConfig):
         Raises:
             ConfigError: a key that nobody knows, or one of RLlib's that has no effect on this algorithm.
         """
-        config_dict = plain(dict(config_dict))
+        config_dict = dict(plain(dict(config_dict)))
         self._refuse_strangers(config_dict)
         if not isinstance(config_dict.get("env_config", {}), Mapping):
             raise ConfigError(f"config: env_config: expected keys and values, found {config_dict['env_config']!r}.")
