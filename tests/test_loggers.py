@@ -85,7 +85,7 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
     server = subprocess.Popen(
         [program, "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1", "--backend-store-uri", store,
          "--artifacts-destination", str(tmp_path / "artifacts")],
-        stdout=log, stderr=log, start_new_session=True, env={**os.environ, "PYTHONPATH": ""},
+        stdout=log, stderr=log, start_new_session=True, env={**os.environ, "PYTHONPATH": "", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
     )  # fmt: skip
     address = f"http://127.0.0.1:{port}"
     try:
@@ -107,6 +107,7 @@ def wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
     raise AssertionError(log.read_text())
 
 
+@pytest.mark.slow
 def test_a_run_is_read_back_from_an_mlflow_server(
     mlflow_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

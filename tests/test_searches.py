@@ -34,26 +34,28 @@ def sweep(folder: Path, experiment: dict[str, Any]) -> tuple[str, list[list[dict
     return out, [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
+@pytest.mark.slow
 def test_a_population_takes_over_the_better_trial_and_goes_on(tmp_path: Path) -> None:
     mutations = {"lr": {"loguniform": [1e-4, 1e-2]}}
     scheduler = {
         "name": "pbt", "time_attr": "training_iteration", "perturbation_interval": 1, "quantile_fraction": 0.5,
         "synch": True, "hyperparam_mutations": mutations,
     }  # fmt: skip
-    out, trials = sweep(tmp_path, {**SUMS, "num_samples": 2, "scheduler": scheduler, "stop": {"training_iteration": 4}})
+    out, trials = sweep(tmp_path, {**SUMS, "num_samples": 2, "scheduler": scheduler, "stop": {"training_iteration": 2}})
     assert len(trials) == 2
-    assert [rows[-1]["training_iteration"] for rows in trials] == [4, 4]
+    assert [rows[-1]["training_iteration"] for rows in trials] == [2, 2]
     takeovers = list((tmp_path / "results" / "sweep").glob("pbt_policy_*.txt"))
     assert takeovers, out
     steps = [json.loads(line) for file in takeovers for line in file.read_text().splitlines()]
     rates = {row["config"]["lr"] for rows in trials for row in rows}
     assert {step[-1]["lr"] for step in steps} & rates, "a rate that was perturbed has trained"
-    assert len(rates) > 2
+    assert len(rates) == 3
     for rows in trials:  # each iteration once, also of a trial that goes on from another's checkpoint
-        assert [row["training_iteration"] for row in rows] == [1, 2, 3, 4]
+        assert [row["training_iteration"] for row in rows] == [1, 2]
     assert sum(line.startswith("sweep [") for line in out.splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_bohb_draws_after_what_it_has_seen_and_stops_the_worse(tmp_path: Path) -> None:
     pytest.importorskip("hpbandster", reason="BOHB needs the packages hpbandster and ConfigSpace")
     pytest.importorskip("ConfigSpace", reason="BOHB needs the packages hpbandster and ConfigSpace")
