@@ -70,6 +70,9 @@ def test_mlflow_writes_nested_columns_into_a_local_store(
 SERVER = "MLflow's server needs the whole package mlflow, here or as the program $MLFLOW_SERVER"
 
 
+ALONE = {"PYTHONPATH": "", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+
+
 @pytest.fixture
 def mlflow_server(tmp_path: Path) -> Iterator[str]:
     """The address of a server of MLflow that has begun on a free port."""
@@ -85,7 +88,7 @@ def mlflow_server(tmp_path: Path) -> Iterator[str]:
     server = subprocess.Popen(
         [program, "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1", "--backend-store-uri", store,
          "--artifacts-destination", str(tmp_path / "artifacts")],
-        stdout=log, stderr=log, start_new_session=True, env={**os.environ, "PYTHONPATH": "", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"},
+        stdout=log, stderr=log, start_new_session=True, env={**os.environ, **ALONE},
     )  # fmt: skip
     address = f"http://127.0.0.1:{port}"
     try:
