@@ -52,7 +52,7 @@ def gradient(learner: PolicyLearner, batch: TrainBatch) -> tuple[float, Tensor]:
     """Seconds and the gradient."""
     llm = learner.module["default_policy"].llm
     llm.zero_grad(set_to_none=True)
-    learner.micro.counts.clear()
+    learner.policy.micro.counts.clear()
     started = time.perf_counter()
     learner.accumulate(batch, np.arange(len(batch)))
     return time.perf_counter() - started, torch.cat([p.grad.flatten() for p in llm.parameters()])
@@ -85,7 +85,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|")
     for mode, learner in learners.items():
         ratio = median(mine / off for mine, off in zip(seconds[mode], seconds["off"], strict=True))
-        counts, apart = learner.micro.counts, float((gradients[mode] - gradients["off"]).abs().max() / whole)
+        counts, apart = learner.policy.micro.counts, float((gradients[mode] - gradients["off"]).abs().max() / whole)
         tokens = f"{counts['computed']:,} | {counts['distinct']:,}"
         print(f"| {mode} | {median(seconds[mode]):.2f} | {ratio:.2f} | {tokens} | {apart:.0e} |")
 

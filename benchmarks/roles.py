@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--split", default="dev")
     options = parser.parse_args()
     (config,) = configurations(options.file, options.changes)
-    system = assemble(config, config.llm, config.env_config)
+    system = assemble(config, config.llms, config.env_config)
     how = Play(
         ONE_TRAJECTORY, 0.0, config.max_response_tokens, (0,), options.split, keep_records=True, context=system.context
     )

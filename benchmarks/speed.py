@@ -107,7 +107,7 @@ def ours(options: argparse.Namespace) -> Any:
         if options.side == "mappo":
             values = [value.astype(np.float64) for value in learner.values(batch)]
             batch = replace(batch, values=values, returns=advantages)
-        learner.engine_differs = False
+        learner.policy.engine_differs = False
         counts = learner.update(training_data=TrainingData(batch=batch))["counts"]
         update = time.perf_counter() - sampled
         return {

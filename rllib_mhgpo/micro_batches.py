@@ -1,7 +1,7 @@
 """Cuts a train batch into micro-batches and lays them out on a device, and counts what that saved."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.modules.scoring import as_tensors
 from rllib_mhgpo.packing import Rows, Sharing, lay_out, plan
+from rllib_mhgpo.sharding import largest
 from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.train_batch import NOTHING, TrainBatch
 
@@ -43,6 +44,7 @@ class MicroBatches:
         max_tokens: of a micro-batch, padding included.
         adapters: agents with an adapter of their own; a micro-batch has rows of one of them.
         work: what a pass over tokens takes.
+        together: every learner computes as many micro-batches, because models are sharded.
 
     Attributes:
         counts: tokens that were ``asked`` for since it was cleared, how many of them are ``distinct``, how many were
@@ -50,10 +52,16 @@ class MicroBatches:
     """
 
     def __init__(
-        self, sharing: Sharing, max_tokens: int, adapters: Sequence[str], work: Work, device: torch.device
+        self,
+        sharing: Sharing,
+        max_tokens: int,
+        adapters: Sequence[str],
+        work: Work,
+        device: torch.device,
+        together: bool = False,
     ) -> None:
         self.sharing, self.max_tokens, self.adapters, self.device = sharing, max_tokens, adapters, device
-        self.work = work
+        self.work, self.together = work, together
         self.counts: Counter[str] = Counter()
 
     def cut(self, batch: TrainBatch, rows: NDArray[np.int64], prompts: Sequence[Tokens] = ()) -> list[Rows]:
@@ -66,6 +74,15 @@ class MicroBatches:
             asked, said = [prompts[i] for i in rows[mine]], [batch.responses[i] for i in rows[mine]]
             parts += [part.renumbered(mine) for part in plan(asked, said, self.max_tokens, self.sharing)]
         return parts
+
+    def in_step(
+        self, batch: TrainBatch, rows: NDArray[np.int64], prompts: Sequence[Tokens] = ()
+    ) -> Iterator[tuple[Rows, bool]]:
+        """Yields the micro-batches of :meth:`cut` and whether each is the last; what others have more of is empty."""
+        parts = self.cut(batch, rows, prompts)
+        count = largest(len(parts), self.device) if self.together else len(parts)
+        for number in range(count):
+            yield parts[number] if number < len(parts) else EMPTY, number == count - 1
 
     def lay_out(
         self,

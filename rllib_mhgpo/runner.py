@@ -6,6 +6,7 @@ Without remote runners and learners it shares the learner's module, so that weig
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -54,20 +55,20 @@ class Published:
     """Weights on their way from the learners to the runners.
 
     Attributes:
-        refs: of dictionaries of arrays by name, in Ray's object store.
+        refs: by policy, of dictionaries of arrays by name, in Ray's object store.
         version: number of updates that made them.
         probes: what the learners say of fixed sequences under these weights.
         transferred: they have already come another way.
     """
 
-    refs: Sequence[ray.ObjectRef]
+    refs: Mapping[str, Sequence[ray.ObjectRef]]
     version: int
     probes: Sequence[Probe] = ()
     transferred: bool = False
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights by name, fetched a few layers at a time."""
-        for ref in self.refs:
+    def weights(self, policy: str) -> Iterator[tuple[str, Tensor]]:
+        """Yields a policy's weights by name, fetched a few layers at a time."""
+        for ref in self.refs[policy]:
             for name, array in ray.get(ref).items():
                 yield name, to_tensor(array)
 
@@ -77,17 +78,17 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
 
     def __init__(self, *, config: Any, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
-        self.module: LLMRLModule | None = None
-        self.policy: HFEngine | VLLMEngine | None = None
+        self.modules: dict[str, LLMRLModule] = {}
+        self.engines: dict[str, HFEngine | VLLMEngine] = {}
         self.weights_seq_no = 0
         self.callbacks = [callback() for callback in force_list(config.callbacks_class)]
         self.make_env()
         if not config.shares_module:
-            self.make_policy()
+            self.make_policies()
 
     def make_env(self) -> None:
-        """Builds the environment with the policy's tokenizer."""
-        self.context = self.config.context_of(self.config.llm)
+        """Builds the environment with the policies' tokenizer."""
+        self.context = self.config.context
         self.env: AECEnv = self.config.make_env(load_tokenizer(self.config.llm), self.context)
         self._call("on_environment_created", env=self.env, env_context=self.config.env_config)
 
@@ -97,37 +98,53 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         given |= {"env_runner": self, "metrics_logger": self.metrics}
         make_callback(name, self.callbacks, functions, kwargs=given)
 
-    def make_policy(self) -> None:
-        """Builds an own copy of the policy, for sampling alone: its weights have the size of ``dtype``."""
+    @property
+    def engine(self) -> HFEngine | VLLMEngine:
+        """What samples from the policy that all agents share, or from the first of several."""
+        return next(iter(self.engines.values()))
+
+    @property
+    def module(self) -> LLMRLModule | None:
+        """That policy's module, where the engine has one."""
+        return next(iter(self.modules.values()), None)
+
+    def make_policies(self) -> None:
+        """Builds own copies of the policies, for sampling alone: their weights have the size of ``dtype``."""
         if self.config.engine == "vllm":
             place = Placement(self.config.num_gpus_per_env_runner, (self.config.seed or 0) + self.worker_index)
             lora = self.config.lora
             adapters = lora if lora is not None and lora["send"] == "adapters" else None
-            self.sample_from(vllm_engine(self.config, self.config.llm, place, adapters))
+            self.sample_from({DEFAULT_MODULE_ID: vllm_engine(self.config, self.config.llm, place, adapters)})
             return
-        spaces = self.get_spaces()[DEFAULT_MODULE_ID]
-        spec = self.config.get_default_rl_module_spec()
-        spec.observation_space, spec.action_space = spaces
-        module = spec.build()
-        cast_parameters(module.llm, module.dtype)
-        self.share_module(module)
+        specs = self.config.get_multi_rl_module_spec(spaces=self.get_spaces()).rl_module_specs
+        modules = {name: specs[name].build() for name in self.config.policy_names}
+        for module in modules.values():
+            cast_parameters(module.llm, module.dtype)
+        self.share_modules(modules)
 
-    def share_module(self, module: LLMRLModule) -> None:
-        """Samples from this module from now on."""
-        self.module = module
+    def share_modules(self, modules: Mapping[str, LLMRLModule]) -> None:
+        """Samples from these modules from now on."""
+        self.modules = dict(modules)
+        self.sample_from({name: self._engine(name, module) for name, module in modules.items()})
+
+    def _engine(self, name: str, module: LLMRLModule) -> HFEngine:
         settings = {"tokenizer": module.tokenizer, **self.config.engine_config}
-        if (self.config.lora or {}).get("adapters"):
+        if (self.config.get_config_for_module(name).lora or {}).get("adapters"):
             settings["act_as"] = module.act_as
-        self.sample_from(HFEngine(module.llm, module.eos_ids, module.dtype, **settings))
+        return HFEngine(module.llm, module.eos_ids, module.dtype, **settings)
 
-    def sample_from(self, engine: HFEngine | VLLMEngine) -> None:
-        """Samples the policy's responses from this engine, and its opponents' from theirs."""
-        self.policy = engine
-        self.opponents = self.config.cast(engine)
+    def sample_from(self, engines: Mapping[str, HFEngine | VLLMEngine]) -> None:
+        """Samples the policies' responses from these engines."""
+        self.engines = dict(engines)
+
+    @cached_property
+    def opponents(self) -> Any:
+        """Who plays: the policies, and others in the places of some agents."""
+        return self.config.cast(self.engines, self.env.possible_agents)
 
     def rollout(self, roots: Sequence[int], how: Play) -> Rollouts:
         """Plays the roots and returns their trees."""
-        assert self.policy is not None, "the runner has no policy yet"
+        assert self.engines, "the runner has no policy yet"
         engine = self.opponents.at(how.seed[-1])
         seconds: dict[str, float] = {}
         timings = getattr(self.env, "timings", {})
@@ -148,21 +165,24 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         Raises:
             SyncError: too far.
         """
-        assert self.policy is not None, "the runner has no policy yet"
-        if isinstance(self.policy, VLLMEngine) and published.transferred:
-            self.policy.settle()
-        elif isinstance(self.policy, VLLMEngine):
-            self.policy.load_weights(published.weights())
-        elif self.module is not None:
-            for name, tensor in published.weights():
-                self.module.take_weights({name: tensor})
+        for name, engine in self.engines.items():
+            if isinstance(engine, VLLMEngine) and published.transferred:
+                engine.settle()
+            elif isinstance(engine, VLLMEngine):
+                engine.load_weights(published.weights(name))
+            else:
+                for weight, tensor in published.weights(name):
+                    self.modules[name].take_weights({weight: tensor})
         self.weights_seq_no = published.version
-        return max((probe.check(self.policy) for probe in published.probes), default=0.0)
+        return max((probe.check(self._scorer(probe)) for probe in published.probes), default=0.0)
+
+    def _scorer(self, probe: Probe) -> HFEngine | VLLMEngine:
+        return self.engines[self.config.policy_of(probe.agent)]
 
     def sleep(self) -> None:
         """Gives the GPU's memory to a learner that shares it, until the next weights."""
-        if isinstance(self.policy, VLLMEngine):
-            self.policy.sleep()
+        if isinstance(self.engine, VLLMEngine):
+            self.engine.sleep()
 
     def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function with this runner; an error reaches the caller, where RLlib would end the process."""
@@ -179,10 +199,10 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         return self.rollout(kwargs["roots"], kwargs["how"])
 
     def get_spaces(self) -> dict[str, Any]:
-        """Returns the spaces that all agents share, for the one policy."""
+        """Returns the spaces that all agents share, for every policy."""
         agent = self.env.possible_agents[0]
         spaces = (self.env.observation_space(agent), self.env.action_space(agent))
-        return {INPUT_ENV_SPACES: spaces, DEFAULT_MODULE_ID: spaces}
+        return {INPUT_ENV_SPACES: spaces, **dict.fromkeys([DEFAULT_MODULE_ID, *self.config.policy_names], spaces)}
 
     def get_state(
         self,
@@ -196,10 +216,11 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Takes new weights, unless they are shared anyway."""
-        if COMPONENT_RL_MODULE in state and self.module is not None and not self.config.shares_module:
+        if COMPONENT_RL_MODULE in state and self.modules and not self.config.shares_module:
             weights = state[COMPONENT_RL_MODULE]
             weights = ray.get(weights) if isinstance(weights, ray.ObjectRef) else weights
-            self.module.set_state(weights[DEFAULT_MODULE_ID])
+            for name, module in self.modules.items():
+                module.set_state(weights[name])
         self.weights_seq_no = state.get(WEIGHTS_SEQ_NO, self.weights_seq_no)
 
     def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -42,7 +42,7 @@ def ray_session() -> Iterator[None]:
 
 @pytest.fixture
 def config(toy_folder: Path, toy_questions_file: Path) -> Callable[..., MHGPOConfig]:
-    def make(**changes: Any) -> MHGPOConfig:
+    def make(config_class: type[MHGPOConfig] = MHGPOConfig, **changes: Any) -> MHGPOConfig:
         questions = str(toy_questions_file)
         env_config = {
             "questions": questions,
@@ -54,7 +54,7 @@ def config(toy_folder: Path, toy_questions_file: Path) -> Callable[..., MHGPOCon
             "llm": str(toy_folder), "questions_per_iteration": 3, "group_size": 3, "max_response_tokens": 6,
             "lr": 1e-2, "seed": 1, "evaluation_interval": 2, "env_config": env_config,
         }  # fmt: skip
-        return MHGPOConfig().update_from_dict({**settings, **changes})
+        return config_class().update_from_dict({**settings, **changes})
 
     return make
 

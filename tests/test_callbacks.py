@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 import pytest
 from ray.rllib.callbacks.callbacks import RLlibCallback
 
-from rllib_mhgpo.algorithms.mhgpo import MHGPO
+from rllib_mhgpo.algorithms.guards import warn_of_silent_callbacks
+from rllib_mhgpo.algorithms.mhgpo import MHGPO, MHGPOConfig
 from rllib_mhgpo.tree import RolloutTree
 from tests.rig import row
 
@@ -54,6 +55,19 @@ def test_callbacks_see_trees_results_and_checkpoints(make: Callable[..., MHGPO],
     assert result["env_runners"]["generations_a_tree"] == 9
     algorithm.load_checkpoint(algorithm.save_to_path(tmp_path / "checkpoint"))
     assert Noted.calls[-1] == "loaded"
+
+
+def test_methods_that_never_fire_are_named(
+    config: Callable[..., MHGPOConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Stepwise(Noted):
+        def on_episode_step(self, **kwargs: Any) -> None:
+            raise AssertionError
+
+    warn_of_silent_callbacks(config(callbacks_class=[Noted, Stepwise]))
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "Stepwise: on_episode_step never fire"
+    ]
 
 
 @pytest.mark.usefixtures("ray_session")

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
-from rllib_mhgpo.alerts import RULES
-from rllib_mhgpo.algorithms.config import annotations, describe
+from rllib_mhgpo.alerts import RULES, numbers_by_path
 from rllib_mhgpo.algorithms.grpo import GRPOConfig
+from rllib_mhgpo.algorithms.keys import annotations, describe
 from rllib_mhgpo.algorithms.mappo import MAPPOConfig
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.credit import group_advantages, propagate
@@ -25,6 +26,20 @@ def test_every_key_is_documented_with_its_default() -> None:
     assert annotations(GRPOConfig) == annotations(MHGPOConfig)
     only = [f"`{key}`" for key in annotations(MHGPOConfig) if key not in annotations(MAPPOConfig)]
     assert ", ".join(only) in page
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("config_class", [MHGPOConfig, MAPPOConfig])
+def test_every_column_is_documented(make: Any, config_class: Any) -> None:
+    page = (DOCS / "metrics.md").read_text()
+    policies = {"policies": ["one"], "policy_mapping": dict.fromkeys(["rewriter", "reranker", "answerer"], "one")}
+    algorithm = make(config_class=config_class, evaluation_interval=1, **policies)
+    row = algorithm.train()
+    own = set(numbers_by_path({**algorithm._iteration_results, "dev": row["dev"], "dev_start": row["dev_start"]}))
+    assert own <= set(numbers_by_path(row))
+    assert {"dev/f1", "rewriter/queries", "policies/one/grad_norm", "time/total_s", "staleness"} <= own
+    missing = {path for path in own if not re.search(rf"`[^`\n]*\b{path.split('/')[-1]}`", page)}
+    assert missing == set()
 
 
 def chain_edges(*parents: int) -> np.ndarray:

@@ -81,7 +81,7 @@ class Faulty(Good):
 
 def system(env: type, llm: str, **changes: Any) -> System:
     config = MHGPOConfig.check({"env": env, "llm": llm, "max_response_tokens": 5, "max_turns": 20, **changes})
-    return assemble(config, llm, {})
+    return assemble(config, config.llms, {})
 
 
 def found(env: type, llm: Path, **changes: Any) -> dict[str, Finding]:

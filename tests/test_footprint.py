@@ -1,5 +1,6 @@
 """Memory by formula: against worked numbers, published sizes, and the plan that a user sees."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,20 @@ def test_the_plan_of_the_default_job() -> None:
     assert code == 0
     assert "24 questions, 288 responses of at most 32 tokens" in shown
     assert "Ray is asked for 2 CPUs" in shown
+
+
+def test_every_policy_has_states_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text("two: {run: MHGPO, config: {llm: tiny, num_learners: 1}}")
+    _, one = plan(str(file))
+    _, two = plan(
+        str(file), "--set", "policies={a: {}, b: {}}", "--set", "policy_mapping={rewriter: a, reranker: a, answerer: b}"
+    )
+
+    def synced(shown: str) -> float:
+        return float(re.search(r"A weight sync: ([\d.]+) GB", shown).group(1))  # type: ignore[union-attr]
+
+    assert synced(two) == pytest.approx(2 * synced(one), abs=1e-3)
 
 
 def test_what_does_not_fit_is_said_with_the_remedy(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """Environments that know nothing of this package but its space: trained, failing, endless, with agents that come."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pettingzoo import AECEnv
 
 from rllib_mhgpo.algorithms.grpo import GRPOConfig
@@ -138,18 +140,82 @@ def says_one_letter(env: Any, agent: str) -> str:
 def test_the_past_policy_stays_until_it_is_refreshed(train: Make) -> None:
     algorithm: Any = train(opponents={"agent_1": "past"}, opponent_refresh=2)
     opponents = algorithm.env_runner.opponents
+    begun = weights(algorithm)
+    row(algorithm)
+    assert equal(played(opponents), begun)
+    assert not equal(weights(algorithm), begun)
+    row(algorithm)
+    assert equal(played(opponents), begun)
+    second = weights(algorithm)
+    row(algorithm)
+    assert equal(played(opponents), second)
 
-    def is_present() -> bool:
-        mine, past = (engine.model.state_dict() for engine in (opponents.mine, opponents.past))
-        return all(bool((mine[name] == past[name]).all()) for name in mine)
 
-    row(algorithm)
-    assert not is_present()  # trained after the copy was taken
-    held = {name: value.clone() for name, value in opponents.past.model.state_dict().items()}
-    row(algorithm)
-    assert all(bool((held[name] == value).all()) for name, value in opponents.past.model.state_dict().items())
-    row(algorithm)
-    assert any(bool((held[name] != value).any()) for name, value in opponents.past.model.state_dict().items())
+def played(opponents: Any) -> dict[str, np.ndarray]:
+    """The weights of the engine that plays agent_1, those that the policy has by name."""
+    model = opponents.engine.others["agent_1"].model
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: named[name].detach().numpy().copy() for name in model.state_dict() if name in named}
+
+
+@pytest.mark.usefixtures("ray_session")
+@pytest.mark.parametrize("runners", [0, 1])
+def test_what_the_past_policy_says_is_said_with_earlier_weights(train: Make, runners: int) -> None:
+    """Each response of the opponent has the log-probabilities that the policy had when its period began, no others."""
+    algorithm: Any = train(
+        opponents={"agent_1": "past"}, opponent_refresh=2, num_env_runners=runners, num_cpus_for_main_process=0.5,
+        num_cpus_per_env_runner=0.5,
+    )  # fmt: skip
+    trees: list[RolloutTree] = []
+    sample = algorithm.sample_trees
+
+    def kept() -> list[RolloutTree]:
+        trees[:] = sample()
+        return trees
+
+    algorithm.sample_trees = kept
+    learners = algorithm.learners
+    for iteration in range(4):
+        if iteration % 2 == 0:
+            earlier = learners.each(lambda learner: copy.deepcopy(learner.policy.llm))[0]
+        present = learners.each(lambda learner: copy.deepcopy(learner.policy.llm))[0]
+        row(algorithm)
+        said = [g for tree in trees for g in tree.generations if g.agent == "agent_1"]
+        own = [g for tree in trees for g in tree.generations if g.agent == "agent_0"]
+        assert apart(earlier, said) < 1e-4
+        assert apart(present, own) < 1e-4
+        assert (apart(present, said) > 1e-3) == (iteration % 2 == 1)
+
+
+def apart(llm: Any, said: list[Any]) -> float:
+    """Largest difference between recorded log-probabilities and a model's."""
+    largest = 0.0
+    for generation in said:
+        ids = torch.from_numpy(np.concatenate([generation.prompt, generation.response]).astype(np.int64))[None]
+        with torch.no_grad():
+            logits = llm(ids).logits[0, len(generation.prompt) - 1 : -1]
+        logp = torch.log_softmax(logits, -1).gather(1, ids[0, len(generation.prompt) :, None])[:, 0].numpy()
+        largest = max(largest, float(np.abs(logp - generation.logprobs).max()))
+    return largest
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_run_against_its_past_goes_on_as_if_it_had_not_stopped(train: Make, tmp_path: Path) -> None:
+    """Restored in the middle of a period: the opponent is the policy of its beginning, not the restored one."""
+    settings: dict[str, Any] = {"opponents": {"agent_1": "past"}, "opponent_refresh": 4}
+    whole, first, second = (train(**settings) for _ in range(3))
+    for _ in range(6):
+        expected = row(whole)
+    begun = weights(first)
+    for _ in range(3):
+        row(first)
+    second.restore_from_path(first.save_to_path(tmp_path / "checkpoint"))
+    assert equal(played(second.env_runner.opponents), begun)
+    assert not equal(weights(second), begun)
+    for _ in range(3):
+        result = row(second)
+    assert equal(weights(whole), weights(second))
+    assert result["agent_1"]["reward"] == expected["agent_1"]["reward"]
 
 
 class Speaker(Engine):
@@ -171,6 +237,15 @@ def test_an_episode_that_never_ends_is_voided_at_the_turn_limit() -> None:
     tree = roll(Foreign(fault="endless"), max_turns=5)
     assert tree.generations == []
     assert tree.void == ["question 0: agent 'agent_1': the episode has not ended after max_turns = 5 acts."] * 2
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_run_goes_on_with_agents_that_come_and_without_episodes_that_do_not_end(train: Make) -> None:
+    result = row(train(env_config={"fault": "comes"}))
+    assert result["agent_1"]["num_generations"] == 9
+    assert result["num_voided"] == 0
+    with pytest.raises(MHGPOError, match=r"every rollout was voided.*has not ended after max_turns = 4 acts"):
+        row(train(env_config={"fault": "endless"}, max_turns=4))
 
 
 def test_agents_may_come_on_the_way() -> None:

@@ -73,7 +73,7 @@ def weights(learner: PolicyLearner) -> torch.Tensor:
 
 def plain_gradient(learner: PolicyLearner, batch: TrainBatch) -> torch.Tensor:
     """The objective row by row, unpadded, term by term as ALGORITHM says it, without any code of the package."""
-    llm, reference, config = learner.module["default_policy"].llm, learner.reference, learner.config
+    llm, reference, config = learner.module["default_policy"].llm, learner.policy.reference, learner.config
     llm.zero_grad(set_to_none=True)
     assert reference is not None
     for i in range(len(batch)):
@@ -149,7 +149,7 @@ def test_advantages_of_zero_leave_only_the_kl(folder: Path, kl_beta: float) -> N
     learner = make_learner(folder, kl_beta=kl_beta)
     grad = gradient(learner, make_batch(advantages=np.zeros(len(LENGTHS))))
     assert grad.abs().max() < 1e-6
-    assert (learner.reference is None) == (kl_beta == 0)
+    assert (learner.policy.reference is None) == (kl_beta == 0)
 
 
 def test_rows_without_advantage_are_not_computed_and_stay_in_the_denominators(folder: Path) -> None:
@@ -209,11 +209,11 @@ def test_roles_one_after_the_other_are_weighted_by_the_earlier_ones(
     seen: list[np.ndarray] = []
     accumulate = learner.accumulate
 
-    def watched(batch: TrainBatch, rows: np.ndarray, old: Any = None) -> Any:
+    def watched(batch: TrainBatch, rows: np.ndarray, *more: Any) -> Any:
         seen.append(np.asarray(batch.advantages))
         if len(seen) == 2:
             between.append(learner.logprobs(batch))
-        return accumulate(batch, rows, old)
+        return accumulate(batch, rows, *more)
 
     between: list[Any] = []
     monkeypatch.setattr(learner, "accumulate", watched)
@@ -231,7 +231,7 @@ def numpy_loss(learner: PolicyLearner, batch: TrainBatch) -> float:
         prompt, response = batch.prompts[i].astype(np.int64), batch.responses[i].astype(np.int64)
         row = torch.from_numpy(np.concatenate([prompt, response]))[None]
         logps = []
-        models: list[Any] = [learner.module["default_policy"].llm, learner.reference]
+        models: list[Any] = [learner.module["default_policy"].llm, learner.policy.reference]
         for model in models:
             with torch.no_grad():
                 logits = model(row).logits[0, len(prompt) - 1 : -1].double().numpy()
@@ -255,8 +255,8 @@ def test_the_loss_is_that_of_an_independent_float64_version(folder: Path) -> Non
         for parameter in learner.module["default_policy"].llm.parameters():
             parameter += 0.01 * torch.randn_like(parameter)
     everyone, loss = np.arange(len(batch)), 0.0
-    for part in learner.micro.cut(batch, everyone):
-        micro = learner.forward(learner.micro.lay_out(batch, everyone, part), batch.logprobs)
+    for part in learner.policy.micro.cut(batch, everyone):
+        micro = learner.policy.forward(learner.policy.micro.lay_out(batch, everyone, part), batch.logprobs)
         found, _ = learner.compute_loss_for_module(
             module_id="default_policy", config=learner.config, batch=micro, fwd_out={}
         )
@@ -277,7 +277,7 @@ def test_gradient_checkpointing_computes_layers_twice_and_changes_nothing(folder
     with torch.no_grad():
         learner.logprobs(batch)
     # for each micro-batch: the policy, again in the backward pass, and for its log-probabilities
-    assert len(passes) == 3 * len(learner.micro.cut(batch, np.arange(len(batch))))
+    assert len(passes) == 3 * len(learner.policy.micro.cut(batch, np.arange(len(batch))))
     assert torch.allclose(found, expected, atol=1e-6 * max(1, expected.abs().max().item()))
     assert not any(module.training for module in llm.modules())
 

@@ -125,7 +125,7 @@ def test_rows_have_the_gradient_of_unpadded_rows(folder: Path, packing: str) -> 
     batch = tree_batch()
     expected = plain_gradient(learner, batch)
     assert (gradient(learner, batch) - expected).abs().max() < 1e-5 * expected.abs().max()
-    assert learner.micro.sharing.mode == packing
+    assert learner.policy.micro.sharing.mode == packing
 
 
 def test_rows_have_the_log_probabilities_of_unpadded_rows(folder: Path) -> None:
@@ -157,7 +157,7 @@ def test_shared_rows_have_fewer_tokens(folder: Path) -> None:
 def test_every_pass_of_an_update_is_counted(tmp_path: Path, engine_differs: bool, passes: int) -> None:
     """Forwards, backwards as two, and once more where the engine's log-probabilities are not taken."""
     learner = make_learner(save_toy(tmp_path), packing="off", kl_beta=0.0)
-    learner.engine_differs = engine_differs
+    learner.policy.engine_differs = engine_differs
     batch, work = tree_batch(), work_of(learner.module["default_policy"].llm)
     flops = 0
     for prompt, response in zip(batch.prompts, batch.responses, strict=True):
@@ -168,8 +168,8 @@ def test_every_pass_of_an_update_is_counted(tmp_path: Path, engine_differs: bool
 
 def test_sequences_longer_than_the_window_stay_apart(tmp_path: Path) -> None:
     learner = make_learner(save_toy(tmp_path, "mistral"), packing="shared")
-    assert learner.micro.sharing.window == 16
-    rows = [row for part in learner.micro.cut(tree_batch(), np.arange(9)) for row in part.rows]
+    assert learner.policy.micro.sharing.window == 16
+    rows = [row for part in learner.policy.micro.cut(tree_batch(), np.arange(9)) for row in part.rows]
     assert sorted(map(len, rows)) == [1, 1, 1, 1, 1, 2, 2]
 
 
@@ -178,7 +178,7 @@ def test_a_model_that_knows_only_places_in_a_row_does_not_share(
 ) -> None:
     """ALiBi: what a token sees depends on how far away it stands."""
     learner = make_learner(save_toy(tmp_path, "bloom"), packing="auto")
-    assert learner.micro.sharing.mode == "off"
+    assert learner.policy.micro.sharing.mode == "off"
     assert "cannot share rows" in caplog.text
     batch = tree_batch()
     expected = plain_gradient(learner, batch)
@@ -250,14 +250,14 @@ def test_log_probabilities_are_computed_anew_where_the_engine_differs(tmp_path: 
     second = update(learner, off)["rows"]["measured"]["ratio_max"]
     assert first == pytest.approx(np.full(9, np.exp(-0.01)), rel=1e-4)
     assert second == pytest.approx(np.ones(9), rel=1e-5)
-    laid = learner.micro.lay_out(off, np.arange(9), learner.micro.cut(off, np.arange(9))[0])
-    assert (learner.forward(laid, exact).importance == 1).all()  # no cap, no correction
-    assert learner.get_state()["engine_differs"]
+    laid = learner.policy.micro.lay_out(off, np.arange(9), learner.policy.micro.cut(off, np.arange(9))[0])
+    assert (learner.policy.forward(laid, exact).importance == 1).all()  # no cap, no correction
+    assert learner.get_state()["policies"]["default_policy"]["engine_differs"]
     update(learner, TrainBatch(**{**vars(off), "weights": np.zeros(9)}))
-    assert learner.engine_differs  # where nothing was computed, nothing was learned of the engine
+    assert learner.policy.engine_differs  # where nothing was computed, nothing was learned of the engine
     good = TrainBatch(**{**vars(batch), "logprobs": exact})
     update(learner, good)
-    assert not learner.engine_differs
+    assert not learner.policy.engine_differs
 
 
 def test_micro_batches_of_agents_with_adapters_have_one_agent(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_micro_batches_of_agents_with_adapters_have_one_agent(tmp_path: Path) ->
 @pytest.mark.parametrize("packing", ["auto", "plain"])
 def test_a_kind_of_packing_that_a_model_does_not_take_is_left(tmp_path: Path, packing: str) -> None:
     """Bloom's distances run on through a packed row, too."""
-    assert make_learner(save_toy(tmp_path, "bloom"), packing=packing).micro.sharing.mode == "off"
+    assert make_learner(save_toy(tmp_path, "bloom"), packing=packing).policy.micro.sharing.mode == "off"
 
 
 def test_work_of_models_without_a_head_size_of_their_own() -> None:
@@ -291,7 +291,7 @@ def test_roles_in_turn_start_from_a_ratio_of_one_where_the_engine_differs(tmp_pa
     chained = TrainBatch(
         **{**vars(batch), "logprobs": off, "steps": steps, "previous": previous, "advantages": advantages}
     )
-    learner.engine_differs = True
+    learner.policy.engine_differs = True
     seen: list[Any] = []
     accumulate = learner.accumulate
     learner.accumulate = lambda given, *rest: (seen.append(np.array(given.advantages)), accumulate(given, *rest))[1]  # type: ignore[func-returns-value,method-assign]

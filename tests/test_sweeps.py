@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_mhgpo.cli import app
-from rllib_mhgpo.cli.checks import variants
-from rllib_mhgpo.cli.experiments import normalise
+from rllib_mhgpo.cli.checks import check, variants
+from rllib_mhgpo.cli.experiments import load_experiments, normalise
 from rllib_mhgpo.cli.search_spaces import SPACES, places, searched
 from rllib_mhgpo.cli.tuners import check_search, make_scheduler, make_search_alg
 from rllib_mhgpo.cli.yaml12 import format_yaml, parse_yaml
@@ -57,6 +58,40 @@ def test_every_space_of_tune_is_found_at_any_depth(space: str) -> None:
 def test_a_space_that_cannot_be_drawn_from_is_refused(config: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         searched(config)
+
+
+@dataclass
+class Settings:
+    """An object in a configuration."""
+
+    sizes: Any
+
+
+def test_spaces_of_a_config_object_are_all_tried_or_refused(tmp_path: Path) -> None:
+    """R9: a grid nested in a config of Python makes every combination; where Tune would not see it, an error."""
+    (tmp_path / "nested.py").write_text(
+        "from ray import tune\n"
+        "from rllib_mhgpo import MHGPOConfig\n"
+        "grid = tune.grid_search([True, False])\n"
+        "config = MHGPOConfig().environment('solver_verifier', env_config={'penalties': grid})\n"
+        "config.training(llm='mini', max_response_tokens={'solver': 4, 'verifier': tune.grid_search([2, 4])})\n"
+        "config.training(group_size=tune.grid_search([4, 8]))\n"
+    )
+    experiment = load_experiments(tmp_path / "nested.py")["nested"]
+    check("nested", experiment)
+    found = {
+        (each["env_config"]["penalties"], each["max_response_tokens"]["verifier"], each["group_size"])
+        for each in variants(experiment["config"])
+    }
+    assert found == {(penalties, tokens, size) for penalties in (True, False) for tokens in (2, 4) for size in (4, 8)}
+    for hidden in (
+        Settings({"grid_search": [1, 2]}), Settings([{"a": {"grid_search": [1]}}]), ({"grid_search": [1, 2]}, 3),
+        Settings(searched({"uniform": [0, 1]})), [Settings(Settings({"grid_search": [1, 2]}))],
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=r"Tune does not look for search spaces inside a (Settings|tuple)"):
+            searched({"env_config": {"settings": hidden}})
+    plain = {"env_config": {"settings": Settings([1, {"a": 2}])}, "lr": searched({"uniform": [0, 1]}), "probs": (1, 0)}
+    assert searched(plain) == plain
 
 
 def test_an_ordinary_mapping_of_one_key_is_left_alone() -> None:

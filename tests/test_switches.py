@@ -86,7 +86,7 @@ def test_the_kl_can_be_taken_off_the_reward(make: Make) -> None:
     learner = algorithm.learner_group._learner
     ones = np.ones(27)
     batch = TrainBatch.of(moved.generations, ones, ones, np.zeros(27, dtype=np.int64))
-    reference = learner.logprobs(batch, learner.reference)
+    reference = learner.logprobs(batch, learner.policy.reference)
     expected = [-0.5 * float((g.logprobs - ref).sum()) for g, ref in zip(moved.generations, reference, strict=True)]
     assert algorithm.assign_credit(moved)["reward_specific"] == pytest.approx(expected, abs=1e-4)
     assert max(map(abs, expected)) > 1e-2
@@ -126,7 +126,9 @@ def test_the_reference_follows_every_k_iterations(make: Make, tmp_path: Path) ->
     learner = algorithm.learner_group._learner
 
     def apart() -> float:
-        pairs = zip(learner.reference.parameters(), learner.module["default_policy"].llm.parameters(), strict=True)
+        pairs = zip(
+            learner.policy.reference.parameters(), learner.module["default_policy"].llm.parameters(), strict=True
+        )
         return max(float((a - b).abs().max()) for a, b in pairs)
 
     row(algorithm)

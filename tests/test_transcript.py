@@ -195,8 +195,8 @@ def test_retrieved_tokens_have_no_gradient(grpo: Callable[..., GRPO]) -> None:
     whole.logprobs = np.where(whole.said, -4.0, -77.0).astype(np.float32)
     assert torch.equal(clean, gradient())
     batch, first = TrainBatch.of([whole], one, one, np.zeros(1, dtype=np.int64)), np.array([0])
-    (part,) = learner.micro.cut(batch, first)
-    micro = learner.forward(learner.micro.lay_out(batch, first, part), [whole.logprobs])
+    (part,) = learner.policy.micro.cut(batch, first)
+    micro = learner.policy.forward(learner.policy.micro.lay_out(batch, first, part), [whole.logprobs])
     assert (micro.weight[0] != 0).tolist() == whole.said.tolist()
 
 

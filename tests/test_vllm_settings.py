@@ -113,7 +113,7 @@ class TestRunners:
             def dies(*args: Any) -> None:
                 raise EngineError("engine: vLLM failed: RuntimeError: CUDA error")
 
-            runner.policy.generate = dies
+            runner.engine.generate = dies
 
         ray.get(algorithm.pool.actors[0].apply.remote(break_engine))
         result = row(algorithm)

@@ -19,8 +19,10 @@ from safetensors.numpy import load_file, save_file
 
 from rllib_mhgpo.errors import CheckpointError
 
-POLICY = Path("learner_group/learner/rl_module/default_policy")
-"""Where the Hugging Face folder of the policy lies in a checkpoint."""
+MODULES = Path("learner_group/learner/rl_module")
+"""Where a checkpoint has the Hugging Face folder of each policy, by its name."""
+POLICY = MODULES / "default_policy"
+"""That of the policy that all agents share."""
 
 log = logging.getLogger(__name__)
 METADATA = "rllib_checkpoint.json"
@@ -190,3 +192,33 @@ def find_checkpoint(path: Path) -> Path:
             f" found {'neither' if path.exists() else 'nothing there'}."
         )
     return found[-1].parent
+
+
+def policy_source(source: str, agent: str) -> str:
+    """Returns the folder of the policy that an agent follows in a checkpoint or a run; another source as it is.
+
+    Raises:
+        CheckpointError: the folder is neither a model nor a checkpoint, or its policies are of other agents.
+    """
+    path = Path(source).expanduser()
+    if not path.is_dir() or (path / "config.json").is_file():
+        return source
+    folder = find_checkpoint(path)
+    followed = read_metadata(folder).get("config", {}).get("policy_mapping") or {}
+    if not followed:
+        return str(folder / POLICY)
+    if agent not in followed:
+        raise CheckpointError(f"{folder}: its policies are of the agents {list(followed)}; none of them is {agent!r}.")
+    return str(folder / MODULES / followed[agent])
+
+
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """Reads what a checkpoint says of itself.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    try:
+        return dict(json.loads((folder / METADATA).read_text()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {METADATA} cannot be read: {error}.") from error

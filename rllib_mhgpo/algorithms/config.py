@@ -5,56 +5,32 @@ A key is written once, as an annotated class attribute: its type, its bounds, it
 
 import copy
 import json
-from collections.abc import Mapping
-from types import UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, Self
 
-import numpy as np
 from pettingzoo import AECEnv
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
+from ray.rllib.core import DEFAULT_MODULE_ID
+from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
+from rllib_mhgpo.algorithms.keys import FINITE, RLLIB_TYPES, USED_RLLIB_KEYS, Tokens, annotations, own_keys, plain, same
 from rllib_mhgpo.algorithms.opponents import Opponents, check_opponents
-from rllib_mhgpo.algorithms.registration import check_environment, import_named, make_environment, register
-from rllib_mhgpo.algorithms.scale_checks import check_adapters, check_engine_place, check_scale
-from rllib_mhgpo.credit import AGGREGATIONS
+from rllib_mhgpo.algorithms.policies import check_followed, check_policies, given_policies, policy_followed
+from rllib_mhgpo.algorithms.registration import check_environment, make_environment, register
+from rllib_mhgpo.algorithms.scale_checks import (
+    check_adapters,
+    check_engine_place,
+    check_losses,
+    check_rollouts,
+    check_scale,
+)
 from rllib_mhgpo.engines.settings import refuse_reshaping
 from rllib_mhgpo.errors import ConfigError, did_you_mean
 from rllib_mhgpo.llms import context_length
 from rllib_mhgpo.llms.lora import lora_settings
 from rllib_mhgpo.runner import LLMEnvRunner
-from rllib_mhgpo.sampling import STRATEGIES
-
-USED_RLLIB_KEYS = {
-    "env", "env_config", "lr", "grad_clip", "num_epochs", "seed", "callbacks", "callbacks_class", "num_env_runners",
-    "num_cpus_per_env_runner", "num_gpus_per_env_runner", "custom_resources_per_env_runner", "sample_timeout_s",
-    "num_learners", "num_cpus_per_learner", "num_gpus_per_learner", "custom_resources_per_learner",
-    "num_cpus_for_main_process", "placement_strategy", "evaluation_interval", "log_level", "framework", "framework_str",
-    "callbacks_on_algorithm_init", "callbacks_on_environment_created", "callbacks_on_sample_end",
-    "callbacks_on_episode_end", "callbacks_on_train_result", "callbacks_on_evaluate_start",
-    "callbacks_on_evaluate_end", "callbacks_on_checkpoint_loaded",
-}  # fmt: skip
-
-
-Tokens = Annotated[int, Field(ge=1, strict=True)]
-Count = Annotated[int, Field(ge=0, strict=True)]
-Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-FINITE = ConfigDict(allow_inf_nan=False)
-
-RLLIB_TYPES: dict[str, Any] = {
-    "env_config": dict[str, Any],
-    "grad_clip": Number | None,
-    "num_epochs": Tokens,
-    "seed": Count | None,
-    "num_env_runners": Count,
-    "num_learners": Count,
-    "sample_timeout_s": Number,
-    "evaluation_interval": Count | None,
-    "num_cpus_for_main_process": Number,
-}
-"""What RLlib's keys must be; RLlib itself takes anything."""
 
 
 class LLMConfig(AlgorithmConfig):
@@ -171,6 +147,13 @@ class LLMConfig(AlgorithmConfig):
     max_kl: Annotated[float | None, Field(gt=0, description="KL to the reference above which the run stops")] = None
     min_entropy: Annotated[float | None, Field(gt=0, description="entropy a token below which the run stops")] = None
     train_agents: Annotated[list[str] | None, Field(description="roles to train, all when null")] = None
+    policies: Annotated[
+        dict[str, dict[str, Any]],
+        Field(description="policies with weights of their own: names, or by name their own llm, lora, lr; empty: one"),
+    ] = {}  # noqa: RUF012  # copied
+    policy_mapping: Annotated[
+        dict[str, str], Field(description="which policy an agent follows; empty: the one of its own name")
+    ] = {}  # noqa: RUF012  # copied
     record_share: Annotated[
         float, Field(ge=0, le=1, description="share of the root inputs whose trees are kept as records; 0: none")
     ] = 0.25
@@ -197,6 +180,7 @@ class LLMConfig(AlgorithmConfig):
         self.evaluation_interval = 5
         self.num_cpus_for_main_process = 1
         self.sample_timeout_s = 1800.0
+        self.policy_mapping_fn = None  # RLlib's own knows the shared policy alone
         self.create_local_env_runner = False
         self.restart_failed_env_runners = False
         self._dont_auto_sync_env_runner_states = True
@@ -221,6 +205,54 @@ class LLMConfig(AlgorithmConfig):
         """Most tokens of any agent's response."""
         limits = self.max_response_tokens
         return limits if isinstance(limits, int) else max(limits.values())
+
+    @property
+    def is_multi_agent(self) -> bool:
+        """False, for RLlib's own connectors and runners: those of this package deal agents to policies themselves."""
+        return False
+
+    @property
+    def policy_names(self) -> list[str]:
+        """The policies: RLlib's ``default_policy`` alone where agents share their parameters."""
+        return list(self.policies) or [DEFAULT_MODULE_ID]
+
+    @property
+    def llms(self) -> dict[str, str]:
+        """What each policy begins with."""
+        return {name: str(self.get_config_for_module(name).llm) for name in self.policy_names}
+
+    def policy_of(self, agent: str) -> str:
+        """Which policy an agent follows."""
+        return policy_followed(self, agent)
+
+    def get_config_for_module(self, module_id: str) -> Self:
+        """Returns the configuration with what a policy has of its own."""
+        own = given_policies(self.policies).get(module_id)
+        its: Self = self.copy(copy_frozen=False) if own else self
+        for key, value in (own or {}).items():
+            setattr(its, key, value)
+        return its
+
+    def multi_agent(self, *, policies: Any = None, policy_mapping_fn: Any = None, **others: Any) -> Self:
+        """As RLlib's, with what has a meaning here: a policy's own keys may be a dict or a ``PolicySpec``'s config.
+
+        ``policy_mapping_fn(agent, None)`` is called once an agent.
+        """
+        if any(value is not None for value in others.values()):
+            raise ConfigError(
+                f"config: multi_agent: {sorted(others)} have no effect on {self._name()}; train_agents says whom it "
+                "trains."
+            )
+        if policies is not None:
+            self.policies = given_policies(policies)
+        if policy_mapping_fn is not None:
+            self.policy_mapping_fn = policy_mapping_fn
+        return self
+
+    @property
+    def context(self) -> int:
+        """Most tokens of prompt and response together that every policy takes."""
+        return min(map(self.context_of, self.llms.values()))
 
     def context_of(self, llm: str) -> int:
         """Most tokens of prompt and response together for a model, as the engine may lower it."""
@@ -248,9 +280,15 @@ class LLMConfig(AlgorithmConfig):
             offered["penalties"] = self.penalties
         return make_environment(self.env, offered, self.env_config)
 
-    def cast(self, engine: Any) -> Opponents:
-        """Returns the policy's engine with the opponents in their places."""
-        return Opponents(engine, self.opponents, self.opponent_refresh)
+    def cast(self, engines: Mapping[str, Any], agents: Sequence[str]) -> Opponents:
+        """Returns the policies' engines, by policy, as one, with the opponents in their places.
+
+        Raises:
+            ConfigError: an agent that follows no policy, or an opponent that cannot play.
+        """
+        check_followed(self, agents)
+        own = {agent: engines.get(self.policy_of(agent), next(iter(engines.values()))) for agent in agents}
+        return Opponents(own, self.opponents, self.opponent_refresh)
 
     def training(self, **settings: Any) -> Self:
         """Sets any of this package's keys, and those of RLlib's ``training()``."""
@@ -266,7 +304,7 @@ class LLMConfig(AlgorithmConfig):
         Raises:
             ConfigError: a key that nobody knows, or one of RLlib's that has no effect on this algorithm.
         """
-        config_dict = dict(config_dict)
+        config_dict = dict(plain(dict(config_dict)))
         self._refuse_strangers(config_dict)
         if not isinstance(config_dict.get("env_config", {}), Mapping):
             raise ConfigError(f"config: env_config: expected keys and values, found {config_dict['env_config']!r}.")
@@ -285,7 +323,7 @@ class LLMConfig(AlgorithmConfig):
                 continue
             if key not in stock:
                 raise ConfigError(f"config: unknown key {key!r}.{did_you_mean(key, known)}")
-            if not _same(value, stock[key]):
+            if not same(value, stock[key]):
                 raise ConfigError(
                     f"config: {key!r} is a key of RLlib that has no effect on {self._name()}; remove it."
                     + did_you_mean(key, known)
@@ -308,6 +346,7 @@ class LLMConfig(AlgorithmConfig):
     def validate(self) -> None:
         """Checks all values; see :class:`ConfigError`."""
         register()
+        self.policies = given_policies(self.policies)
         for key, annotation in {**RLLIB_TYPES, **annotations(type(self))}.items():
             try:
                 setattr(self, key, TypeAdapter(annotation, config=FINITE).validate_python(getattr(self, key)))
@@ -325,29 +364,10 @@ class LLMConfig(AlgorithmConfig):
         if self.lora is not None:
             self.lora = lora_settings(self.lora)
             check_adapters(self)
-        if (self.minibatch_questions or 0) > self.questions_per_iteration:
-            raise ConfigError(
-                f"config: minibatch_questions: expected at most questions_per_iteration = "
-                f"{self.questions_per_iteration}, found {self.minibatch_questions}."
-            )
-        import_named("rollout_strategy", self.rollout_strategy, STRATEGIES)
-        import_named("reward_aggregation", self.reward_aggregation, AGGREGATIONS)
-        if self.rollout_strategy == "rr" and not np.isclose(sum(self.fork_probs), 1.0):
-            raise ConfigError(f"config: fork_probs: expected a sum of 1, found {sum(self.fork_probs)}.")
-        if self.rollout_strategy == "rr" and min(self.fork_probs) < 0:
-            raise ConfigError(f"config: fork_probs: expected no number below 0, found {self.fork_probs}.")
-        if self.max_kl is not None and self.kl_beta == 0:
-            raise ConfigError("config: max_kl: expected a kl_beta above 0, without which there is no reference.")
-        if self.kl_in_reward and self.kl_beta == 0:
-            raise ConfigError(
-                "config: kl_in_reward: expected a kl_beta above 0, found 0; raise it, or leave the KL out."
-            )
+        check_policies(self)
+        check_rollouts(self)
+        check_losses(self)
         check_opponents(self.opponents)
-        counts = self.fork_counts or []
-        if self.rollout_strategy == "fork_counts" and (max(counts, default=0) < 2 or min(counts) < 1):
-            raise ConfigError(
-                f"config: fork_counts: expected numbers of at least 1, one of them at least 2; found {self.fork_counts}"
-            )
         super().validate()
 
     def as_json(self) -> dict[str, Any]:
@@ -368,47 +388,9 @@ class LLMConfig(AlgorithmConfig):
         settings = {"llm": self.llm, "dtype": self.dtype, "temperature": self.temperature, "lora": self.lora}
         return RLModuleSpec(module_class=LLMRLModule, model_config=settings)
 
-
-def annotations(config_class: type) -> dict[str, Any]:
-    """Returns the annotations of all keys of this package that a config class has."""
-    chain = [base for base in reversed(config_class.__mro__) if issubclass(base, LLMConfig)]
-    return {key: value for base in chain for key, value in vars(base).get("__annotations__", {}).items()}
-
-
-def own_keys(config_class: type) -> dict[str, Any]:
-    """Returns the defaults of all keys of this package that a config class has."""
-    return {key: getattr(config_class, key) for key in annotations(config_class)}
-
-
-def _same(value: Any, other: Any) -> bool:
-    try:
-        return bool(value == other)
-    except Exception:
-        return value is other
-
-
-def describe(config_class: type, beside: type | None = None) -> str:
-    """Returns the keys of a config class, or those that another lacks, as a table: key, default, type, what it is."""
-    known = annotations(beside) if beside else {}
-    lines = ["| key | default | type | what it is |", "|---|---|---|---|"]
-    for key, annotation in annotations(config_class).items():
-        if key in known:
-            continue
-        kind, (field,) = annotation.__origin__, annotation.__metadata__
-        cells = (f"`{key}`", f"`{json.dumps(getattr(config_class, key))}`", _type_name(kind), field.description)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def _type_name(kind: Any) -> str:
-    """A type without the bounds inside it."""
-    if hasattr(kind, "__metadata__"):
-        return _type_name(kind.__origin__)
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Literal:
-        return " or ".join(repr(value) for value in inner)
-    if origin in (Union, UnionType):
-        return " or ".join(_type_name(part) for part in inner)
-    name = "null" if kind is type(None) else getattr(origin or kind, "__name__", str(kind))
-    parts = ", ".join("..." if part is ... else _type_name(part) for part in inner)
-    return f"{name}[{parts}]" if parts else name
+    def get_multi_rl_module_spec(self, *, spaces: Any = None, **kwargs: Any) -> MultiRLModuleSpec:
+        """One such module for each policy; ``spaces`` are those of the runners, by policy."""
+        specs = {name: self.get_config_for_module(name).get_default_rl_module_spec() for name in self.policy_names}
+        for name, spec in specs.items():
+            spec.observation_space, spec.action_space = spaces[name]
+        return MultiRLModuleSpec(rl_module_specs=specs)

@@ -1,8 +1,7 @@
 """Answers questions with the policy of a checkpoint, trained or not, without Ray and without reading a pickle."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from pettingzoo import AECEnv
 
-from rllib_mhgpo.algorithms.checkpoints import POLICY, find_checkpoint
+from rllib_mhgpo.algorithms.checkpoints import MODULES, find_checkpoint, policy_source, read_metadata
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import resolve_algorithm
 from rllib_mhgpo.engines import Cast, Engine, HFEngine, Placement, VLLMEngine
@@ -35,6 +34,8 @@ class System:
     config: LLMConfig
     context: int
     env_config: Mapping[str, Any]
+    players: dict[tuple[str, str], Engine] = field(default_factory=dict)
+    """Engines of other policies that were asked for, by their source and the policy in whose place they are."""
 
     def cast(self, players: Mapping[str, Engine]) -> "System":
         """Returns the system with some agents played by other engines."""
@@ -60,21 +61,23 @@ class System:
         (wave,) = self.answers(split)
         return {key: value for key, value in wave[0].items() if key not in ("gold", "scores", "root", "id")}
 
-    def player(self, source: str) -> Engine:
-        """Returns an engine for another policy: a checkpoint, a model folder, a built-in name or a hub id.
+    def player(self, source: str, agent: str) -> Engine:
+        """Returns an engine for another policy: a checkpoint's for an agent, a model folder, a built-in name, a hub id.
 
         Raises:
             ConfigError: its tokenizer is another one, so that it could not read this system's prompts.
         """
-        path = Path(source).expanduser()
-        name = str(find_checkpoint(path) / POLICY) if path.is_dir() and not (path / "config.json").is_file() else source
+        name = policy_source(source, agent)
         mine, its = self.env.unwrapped.tokenizer, load_tokenizer(name)
         if mine.get_vocab() != its.get_vocab():
             raise ConfigError(
                 f"roles: {source!r} has another tokenizer ({len(its)} ids) than the system ({len(mine)} ids) and "
                 "cannot read its prompts; give a policy of the same model family."
             )
-        return _engine(name, self.config)
+        place = self.config.policy_of(agent)
+        if (name, place) not in self.players:
+            self.players[name, place] = _engine(name, self.config.get_config_for_module(place))
+        return self.players[name, place]
 
     def answers(
         self, split: str, limit: int | None = None, temperature: float = 0.0, seed: int = 0, wave: int = 64
@@ -110,29 +113,30 @@ def open_system(checkpoint: str | Path, env_config: Mapping[str, Any]) -> System
         CheckpointError: the folder is no such checkpoint.
     """
     folder = find_checkpoint(Path(checkpoint))
-    try:
-        metadata = json.loads((folder / "rllib_checkpoint.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: rllib_checkpoint.json cannot be read: {error}.") from error
-    policy = folder / POLICY
-    if not {"algorithm", "config"} <= set(metadata) or not policy.is_dir():
-        raise CheckpointError(f"{folder}: expected a checkpoint of this package with a policy in {POLICY}, found none.")
+    metadata = read_metadata(folder)
+    if not {"algorithm", "config"} <= set(metadata):
+        raise CheckpointError(f"{folder}: expected a checkpoint of this package, found one of another.")
     algorithm: Any = resolve_algorithm(metadata["algorithm"])
     trained = metadata["config"]
     config: LLMConfig = algorithm.get_default_config().update_from_dict(
         {**trained, "env_config": {**trained["env_config"], **env_config}}
     )
-    return assemble(config, str(policy), trained["env_config"])
+    folders = {name: folder / MODULES / name for name in config.policy_names}
+    for policy in folders.values():
+        if not policy.is_dir():
+            raise CheckpointError(f"{folder}: expected a policy in {policy.relative_to(folder)}, found none.")
+    return assemble(config, {name: str(policy) for name, policy in folders.items()}, trained["env_config"])
 
 
-def assemble(config: LLMConfig, llm: str, env_config: Mapping[str, Any]) -> System:
-    """Puts together the system of a configuration with a model that may be another than the configuration's.
+def assemble(config: LLMConfig, llms: Mapping[str, str], env_config: Mapping[str, Any]) -> System:
+    """Puts together the system of a configuration with models, by policy, that may be others than the configuration's.
 
     ``env_config`` is the configuration's before keys of it were replaced.
     """
-    context = config.context_of(llm)
-    engine = config.cast(_engine(llm, config)).at(0)
-    return System(config.make_env(load_tokenizer(llm), context), engine, config, context, env_config)
+    context = min(config.context_of(llm) for llm in llms.values())
+    env = config.make_env(load_tokenizer(next(iter(llms.values()))), context)
+    engines = {name: _engine(llm, config.get_config_for_module(name)) for name, llm in llms.items()}
+    return System(env, config.cast(engines, env.possible_agents).at(0), config, context, env_config)
 
 
 def _engine(llm: str, config: LLMConfig) -> HFEngine | VLLMEngine:

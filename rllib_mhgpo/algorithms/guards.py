@@ -5,11 +5,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.rllib.callbacks.callbacks import RLlibCallback
+from ray.rllib.utils import force_list
 
 from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.algorithms.policies import check_followed
 from rllib_mhgpo.engines.vllm import require_vllm
 from rllib_mhgpo.errors import ConfigError, MHGPOError
 
+SILENT = ("on_episode_created", "on_episode_start", "on_episode_step", "on_env_runners_recreated")
 log = logging.getLogger(__name__)
 
 
@@ -49,6 +53,7 @@ def _check_storage(storage: Any) -> None:
 
 def check_agents(config: LLMConfig, agents: Sequence[str]) -> None:
     """Refuses keys that do not fit the environment's agents."""
+    check_followed(config, agents)
     limits = config.max_response_tokens
     named = agents if isinstance(limits, int) else list(limits)
     missing = [agent for agent in agents if agent not in named]
@@ -72,10 +77,30 @@ def check_agents(config: LLMConfig, agents: Sequence[str]) -> None:
         raise ConfigError(
             f"config: opponents: expected some of {list(agents)}, but not all, found {list(config.opponents)}."
         )
-
     adapters = (config.lora or {}).get("adapters")
     if adapters is not None and sorted(adapters) != sorted(agents):
         raise ConfigError(f"config: lora.adapters: expected the agents {list(agents)}, found {adapters}.")
+
+
+def check_roots(config: LLMConfig, there: int) -> None:
+    """Refuses to deal more questions than there are."""
+    if config.questions_per_iteration > there:
+        raise ConfigError(
+            f"config: questions_per_iteration: expected at most the {there} questions of the training set, found "
+            f"{config.questions_per_iteration}."
+        )
+
+
+def warn_of_silent_callbacks(config: LLMConfig) -> None:
+    """Names the methods of callbacks that never fire, because a tree is played as a whole."""
+    for callback in force_list(config.callbacks_class):
+        silent = [name for name in SILENT if getattr(callback, name) is not getattr(RLlibCallback, name)]
+        if silent:
+            log.warning(
+                "%s: %s never fire; a rollout tree is given to on_episode_end, an iteration's trees to on_sample_end.",
+                callback.__name__,
+                ", ".join(silent),
+            )
 
 
 def guard(

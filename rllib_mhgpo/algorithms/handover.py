@@ -5,17 +5,19 @@ However they travel, every engine then scores a fixed sequence as the learners d
 """
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import ray
 import torch
+from numpy.typing import NDArray
 from ray.actor import ActorHandle
 from torch import Tensor
 
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.learner_pool import LearnerPool
+from rllib_mhgpo.algorithms.policies import followers
 from rllib_mhgpo.algorithms.runner_pool import RunnerPool
 from rllib_mhgpo.engines.probe import TOLERANCE, Probe, as_batch, fixed_sequence
 from rllib_mhgpo.llms.folders import architecture
@@ -26,13 +28,17 @@ from rllib_mhgpo.sharding import is_first, whole
 class HandOver:
     """Brings new weights to all runners.
 
+    Args:
+        agents: of the environment.
+
     Attributes:
         size: bytes of the last ones.
         difference: of log-probabilities, mean a token, learners against the farthest engine; NaN before.
     """
 
-    def __init__(self, config: LLMConfig, learners: LearnerPool, pool: RunnerPool) -> None:
+    def __init__(self, config: LLMConfig, learners: LearnerPool, pool: RunnerPool, agents: Sequence[str]) -> None:
         self.config, self.learners, self.pool = config, learners, pool
+        self._speakers = list({policy: agent for agent, policy in followers(config, agents).items()}.values())
         self.size, self.difference, self.version = 0, float("nan"), 0
         self._connected: list[ActorHandle] = []
         if config.weight_sync != "store":
@@ -50,14 +56,15 @@ class HandOver:
         else:
             self._connect()
             self.size = self.learners.each(_send)[0]
-            published = Published((), version, self.probes(), transferred=True)
+            published = Published({}, version, self.probes(), transferred=True)
         self.difference = self.pool.hand_over(published)
 
     def probes(self) -> list[Probe]:
-        """Lets the learners score a fixed sequence, with each of the adapters; collective."""
+        """Lets the learners score a fixed sequence, with each of the policies and adapters; collective."""
         config = self.config
-        prompt, response = fixed_sequence(architecture(config.llm)["vocab_size"], config.context_of(config.llm))
-        agents = (config.lora or {}).get("adapters") or [""]
+        sizes = [architecture(llm)["vocab_size"] for llm in config.llms.values()]
+        prompt, response = fixed_sequence(min(sizes), config.context)
+        agents = (config.lora or {}).get("adapters") or self._speakers
         batch = as_batch(prompt, response, agents)
         found = self.learners.each(lambda learner: learner.logprobs(batch))[0]
         tolerance = config.sync_tolerance or TOLERANCE[config.dtype]
@@ -67,7 +74,7 @@ class HandOver:
         ]
 
     def _stored(self) -> Published:
-        refs, self.size = self.learners.each(lambda learner: learner.publish())[0]
+        refs, self.size = self.learners.each(publish)[0]
         return Published(refs, self.version, self.probes())
 
     def _connect(self) -> None:
@@ -80,6 +87,27 @@ class HandOver:
         client = RunnersClient(actors, workers)
         self.learners.each(partial(_open, self.config.weight_sync, client, address, 1 + len(actors) * workers))
         self._connected = actors
+
+
+def publish(learner: Any, bytes_at_once: int = 1 << 26) -> tuple[dict[str, list[ray.ObjectRef]], int]:
+    """Puts the policies' weights into the object store, a few layers at a time; returns references and bytes.
+
+    Collective: sharded parameters are gathered one by one. Only the first learner has something to return.
+    """
+    refs: dict[str, list[ray.ObjectRef]] = {name: [] for name in learner.policies}
+    total = 0
+    for name, policy in learner.policies.items():
+        chunk: dict[str, NDArray[Any]] = {}
+        held = 0
+        for weight, array in policy.module.weights():
+            if is_first():
+                chunk[weight] = array
+                total, held = total + array.nbytes, held + array.nbytes
+            if held >= bytes_at_once:
+                refs[name].append(ray.put(chunk))
+                chunk, held = {}, 0
+        refs[name] += [ray.put(chunk)] if chunk else []
+    return refs, total
 
 
 class RunnersClient:
@@ -152,7 +180,7 @@ def _on_engine(method: str, *call: Any) -> Any:
     """Calls a method of vLLM on a runner; bound by ``partial``, so that the runner comes last."""
     *arguments, runner = call
     assert isinstance(runner, LLMEnvRunner)
-    engine: Any = runner.policy
+    engine: Any = runner.engine
     if method == "start_weight_update":
         engine.wake("weights")
     return getattr(engine.llm, method)(*arguments)
@@ -177,7 +205,7 @@ def _open(way: str, client: RunnersClient, address: tuple[str, int], processes: 
     if way == "nccl":
         info = NCCLTrainerInitInfo(*address, processes, rank=rank)
     learner.transfer = WeightTransferTrainerFactory.trainer_init(
-        info, client=client, source=LearnerWeights(learner._policy())
+        info, client=client, source=LearnerWeights(learner.policy.module)
     )
 
 

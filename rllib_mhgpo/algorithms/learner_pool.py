@@ -143,6 +143,14 @@ def _of_connection(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search("gloo|nccl|connection", str(error), re.IGNORECASE))
 
 
+def apply_learning_rates(learner: Any) -> None:
+    """Gives a learner's optimisers the learning rates of its own configuration, whatever a checkpoint brought."""
+    for optimizer, schedule in learner._optimizer_lr_schedules.items():
+        if schedule.use_schedule:  # goes by the steps done, which the checkpoint has
+            continue
+        learner._set_optimizer_lr(optimizer, schedule.get_current_value())
+
+
 def take_shards(shards: ray.ObjectRef, learner: Any) -> None:
     """Hands a learner its part of the sharded optimisers."""
     learner.set_shards(ray.get(shards))

@@ -25,7 +25,7 @@ from torch.profiler import record_function
 from rllib_mhgpo.alerts import new_alerts, numbers_by_path
 from rllib_mhgpo.algorithms import results
 from rllib_mhgpo.algorithms.checkpoints import (
-    POLICY,
+    MODULES,
     SHARDS,
     check_facts,
     check_shards,
@@ -37,16 +37,24 @@ from rllib_mhgpo.algorithms.checkpoints import (
     write_shard,
 )
 from rllib_mhgpo.algorithms.config import LLMConfig
-from rllib_mhgpo.algorithms.guards import check_agents, check_place, guard
+from rllib_mhgpo.algorithms.guards import check_agents, check_place, check_roots, guard, warn_of_silent_callbacks
 from rllib_mhgpo.algorithms.handover import HandOver
-from rllib_mhgpo.algorithms.learner_pool import LearnerPool, one_update, refuse_shared_gpus, take_shards
+from rllib_mhgpo.algorithms.learner_pool import (
+    LearnerPool,
+    apply_learning_rates,
+    one_update,
+    refuse_shared_gpus,
+    take_shards,
+)
+from rllib_mhgpo.algorithms.opponents import PAST, read_past, write_past
+from rllib_mhgpo.algorithms.policies import followers
 from rllib_mhgpo.algorithms.profiling import TABLE, phase_table, traced
 from rllib_mhgpo.algorithms.recording import Recorder
 from rllib_mhgpo.algorithms.registration import import_named
-from rllib_mhgpo.algorithms.rewards import overlong_penalty, propagated
+from rllib_mhgpo.algorithms.rewards import kl_penalty, overlong_penalty, propagated
 from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
 from rllib_mhgpo.credit import token_weights
-from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
+from rllib_mhgpo.errors import CheckpointError, MHGPOError
 from rllib_mhgpo.runner import IN_STEP
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
 from rllib_mhgpo.train_batch import TrainBatch
@@ -107,7 +115,7 @@ class LLMAlgorithm(Algorithm):
     def rewards(self, flat: FlatTrees, rng: np.random.Generator) -> Credit:
         """Returns what each generation stands for: ``reward_shared``, ``reward_specific`` and their sum ``reward``."""
         limits, width = self.config.max_response_tokens, self.config.overlong_penalty_tokens
-        specific = flat.specific + overlong_penalty(flat, limits, width) - self._kl_penalty(flat)
+        specific = flat.specific + overlong_penalty(flat, limits, width) - kl_penalty(flat, self.config, self.learners)
         shared = propagated(flat, specific, self.config, rng)
         return {"reward": shared + specific, "reward_shared": shared, "reward_specific": specific}
 
@@ -175,7 +183,8 @@ class LLMAlgorithm(Algorithm):
         super().setup(config)
         self.run_seed = secrets.randbits(31) if self.config.seed is None else int(self.config.seed)
         if self.config.shares_module:
-            self.env_runner.share_module(self.learner_group._learner.module["default_policy"])
+            module = self.learner_group._learner.module
+            self.env_runner.share_modules({name: module[name] for name in self.config.policy_names})
         self.learners = LearnerPool(self.learner_group, self.config.num_learners)
         self.pool = RunnerPool(self.env_runner_group, self.config.sample_timeout_s, self.config.sample_ahead)
         facts = self.pool.first(lambda r: (list(r.env.possible_agents), r.num_roots("train"), r.num_roots("dev")))
@@ -183,11 +192,13 @@ class LLMAlgorithm(Algorithm):
         self._facts: dict[str, str] = self.pool.first(lambda r: dict(getattr(r.env.unwrapped, "fingerprints", {})))
         if self.config.num_learners > 1 and self.config.num_gpus_per_learner:
             refuse_shared_gpus(self.learners.each(lambda learner: learner.place()))
-        self._check_roots()
+        check_roots(self.config, self.num_roots)
+        warn_of_silent_callbacks(self.config)
         self.check_agents()
+        self.pool.first(lambda runner: bool(runner.opponents))  # what cannot play is refused now
         self.recorder = Recorder(self.config, self._storage, self.logdir)
         self._ahead = {}
-        self.hand_over = HandOver(self.config, self.learners, self.pool)
+        self.hand_over = HandOver(self.config, self.learners, self.pool, self.agents)
         self._staleness = 0
         self._dev: dict[str, float] = {}
         self._dev_start: dict[str, float] = {}
@@ -237,6 +248,7 @@ class LLMAlgorithm(Algorithm):
             results.Iteration(flat, credit, batch, **update.pop("rows")),
             update,
             self.agents,
+            self._agents_by_policy(),
             seconds,
             self._tokens_generated,
         )
@@ -248,7 +260,7 @@ class LLMAlgorithm(Algorithm):
             "sync_mb": self.hand_over.size / 1e6,
             "sync_logprob_diff": self.hand_over.difference,
         }
-        return merged({**columns, **scale}, self.more_columns(flat, credit, update))
+        return results.merged({**columns, **scale}, self.more_columns(flat, credit, update))
 
     def step(self) -> dict[str, Any]:
         """One iteration's results: RLlib's own, and the columns of docs/metrics.md."""
@@ -306,12 +318,15 @@ class LLMAlgorithm(Algorithm):
         The learning rate is this trial's, where population-based training loads another's checkpoint.
         """
         super().load_checkpoint(str(last_whole(Path(checkpoint_dir))))
-        self.learner_group.foreach_learner(_apply_learning_rates)
+        self.learner_group.foreach_learner(apply_learning_rates)
 
     def get_metadata(self) -> dict[str, Any]:
         """Adds algorithm and configuration as JSON, so that the policy can be used without reading a pickle."""
-        own = {"algorithm": type(self).__name__, "config": self.config.as_json()}
-        return {**super().get_metadata(), **own, "data": self._facts, "versions": versions()}
+        config = self.config.as_json()
+        if self.config.policies:  # a function would be lost
+            config["policy_mapping"] = followers(self.config, self.agents)
+        own = {"algorithm": type(self).__name__, "config": config, "data": self._facts, "versions": versions()}
+        return {**super().get_metadata(), **own}
 
     def save_to_path(self, path: Any = None, **kwargs: Any) -> str:
         """Writes a checkpoint, whole or not at all."""
@@ -325,10 +340,13 @@ class LLMAlgorithm(Algorithm):
 
     def _save(self, path: Any, **kwargs: Any) -> str:
         folder = str(super().save_to_path(path, **kwargs))
-        if not any((Path(folder) / POLICY).glob("*.safetensors")):  # RLlib asks a remote learner for no answer
+        if not all(any((Path(folder) / MODULES / name).glob("*.safetensors")) for name in self.config.policy_names):
+            # RLlib asks a remote learner for no answer
             raise CheckpointError(f"{path}: a learner could not write its part of the checkpoint; its log says why.")
         for index in range(self.config.num_learners if self.config.zero_stage else 0):
             write_shard(Path(folder), index, self.learners.one(index, lambda learner: learner.shards()))
+        if PAST in self.config.opponents.values():
+            write_past(Path(folder), self.pool.first(lambda runner: runner.opponents.state()))
         return folder
 
     def restore_from_path(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -350,6 +368,8 @@ class LLMAlgorithm(Algorithm):
                 self.learners.one(index, partial(take_shards, shard))
         self._ahead = {}
         self._sync()
+        if PAST in self.config.opponents.values() and (past := read_past(Path(path))) is not None:
+            self.pool.each(lambda runner: runner.opponents.set_state(past))
 
     # --- learners ------------------------------------------------------------------------------------------------
 
@@ -380,6 +400,11 @@ class LLMAlgorithm(Algorithm):
         earned = {"reward": shared + flat.specific, "reward_shared": shared, "reward_specific": flat.specific}
         self.recorder.write("dev", self._updates, trees, flat, earned)
 
+    def _agents_by_policy(self) -> dict[str, list[str]]:
+        """Which agents follow each policy, where they do not share one."""
+        followed = followers(self.config, self.agents)
+        return {name: [agent for agent in followed if followed[agent] == name] for name in self.config.policies}
+
     def _roots(self, iteration: int) -> list[int]:
         return deal_roots(self.run_seed, iteration, self.config.questions_per_iteration, self.num_roots)
 
@@ -398,27 +423,6 @@ class LLMAlgorithm(Algorithm):
             max_turns=self.config.max_turns,
         )
 
-    def _check_roots(self) -> None:
-        wanted = self.config.questions_per_iteration
-        if wanted > self.num_roots:
-            raise ConfigError(
-                f"config: questions_per_iteration: expected at most the {self.num_roots} questions of the training "
-                f"set, found {wanted}."
-            )
-
-    def _kl_penalty(self, flat: FlatTrees) -> NDArray[np.float64]:
-        """``kl_beta`` times the summed k1 estimate of each response, where the KL is part of the reward."""
-        if not self.config.kl_in_reward:
-            return np.zeros(len(flat.generations))
-        ones = np.ones(len(flat.generations))
-        batch = TrainBatch.of(flat.generations, ones, ones, np.zeros(len(ones), dtype=np.int64))
-        kl = np.zeros(len(batch))
-        for rows, found in self.learners.each_shard(
-            lambda learner, shard: learner.reference_kl(shard), batch, flat.tree
-        ):
-            kl[rows] = found
-        return self.config.kl_beta * kl
-
     def _timesteps(self, generations: int) -> dict[str, Any]:
         key = (ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME)
         self.metrics.log_value(key, generations, reduce="lifetime_sum")
@@ -430,20 +434,3 @@ class LLMAlgorithm(Algorithm):
         with record_function(phase):
             yield
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
-
-
-def _apply_learning_rates(learner: Any) -> None:
-    for optimizer, schedule in learner._optimizer_lr_schedules.items():
-        if schedule.use_schedule:  # goes by the steps done, which the checkpoint has
-            continue
-        learner._set_optimizer_lr(optimizer, schedule.get_current_value())
-
-
-def merged(columns: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Returns nested columns with more of them added.
-
-    >>> merged({"a": {"x": 1}}, {"a": {"y": 2}, "b": 3})
-    {'a': {'x': 1, 'y': 2}, 'b': 3}
-    """
-    both = {name: {**columns[name], **value} for name, value in more.items() if isinstance(value, dict)}
-    return {**columns, **more, **both}

@@ -71,10 +71,13 @@ class MAPPOConfig(LLMConfig):
     def validate(self) -> None:
         """Checks all values; see :class:`ConfigError`."""
         super().validate()
-        if self.critic_llm is not None:
-            mine, its = architecture(self.llm), architecture(self.critic_llm)
-            if mine != its:
-                raise ConfigError(f"config: critic_llm: expected the policy's architecture, {mine}, found {its}.")
+        its = architecture(self.critic_llm or self.llm)
+        for name, llm in self.llms.items() if self.critic_llm or self.policies else ():
+            if (mine := architecture(llm)) != its:
+                raise ConfigError(
+                    f"config: critic_llm: expected the policy's architecture, {mine} ({name}), found {its}; one critic "
+                    "reads what all policies read."
+                )
 
     def get_multi_rl_module_spec(self, **kwargs: Any) -> Any:
         """Adds the critic to the modules of the learner."""
@@ -82,7 +85,7 @@ class MAPPOConfig(LLMConfig):
 
         spec = super().get_multi_rl_module_spec(**kwargs)
         if CRITIC not in spec.rl_module_specs:
-            (policy,) = spec.rl_module_specs.values()
+            policy = next(iter(spec.rl_module_specs.values()))
             spec.rl_module_specs[CRITIC] = RLModuleSpec(
                 module_class=LLMCriticModule,
                 observation_space=policy.observation_space,
@@ -203,8 +206,8 @@ class MAPPOLearner(PolicyLearner):
         """Returns the critic's values before the response tokens that the policy said, (R_i,) each, 0 elsewhere."""
         result: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch)
         everyone = np.arange(len(batch))
-        for part, _ in self._in_step(self.micro.cut(batch, everyone, batch.critic_prompts)):
-            laid = self.micro.lay_out(batch, everyone, part, batch.critic_prompts)
+        for part, _ in self.policy.micro.in_step(batch, everyone, batch.critic_prompts):
+            laid = self.policy.micro.lay_out(batch, everyone, part, batch.critic_prompts)
             with torch.no_grad():
                 values = self._critic(laid).masked_fill(~laid.mask, 0.0).cpu().numpy()
             for row, found in zip(part.sequences.tolist(), values, strict=False):
@@ -213,9 +216,10 @@ class MAPPOLearner(PolicyLearner):
 
     def step_beside(self, batch: TrainBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
         """Takes the critic's step; returns ``value_loss``, sums over response tokens."""
-        measured, body = np.zeros(len(rows)), replace(self.micro.work, head=0)  # its own head is one number
-        for part, is_last in self._in_step(self.micro.cut(batch, rows, batch.critic_prompts)):
-            laid = self.micro.lay_out(batch, rows, part, batch.critic_prompts, passes=3, work=body)
+        measured, micro = np.zeros(len(rows)), self.policy.micro
+        body = replace(micro.work, head=0)  # its own head is one number
+        for part, is_last in micro.in_step(batch, rows, batch.critic_prompts):
+            laid = micro.lay_out(batch, rows, part, batch.critic_prompts, passes=3, work=body)
             losses, weight = self._value_losses(laid)
             self.parallel[CRITIC].backward(self.config.vf_coeff * (losses * weight).sum(), is_last)
             if part.rows:
@@ -233,10 +237,12 @@ class MAPPOLearner(PolicyLearner):
         """Losses by token (b, R) and weights (b, 1) of a micro-batch."""
         batch, rows, _, mask = laid
         values, width = self._critic(laid), mask.shape[1]
-        target = self._tensor(right_pad([batch.returns[i].astype(np.float32) for i in rows], width))
-        old = self._tensor(right_pad([batch.values[i].astype(np.float32) for i in rows], width))
+        target, old = (
+            torch.from_numpy(right_pad([numbers[i].astype(np.float32) for i in rows], width)).to(self._device)
+            for numbers in (batch.returns, batch.values)
+        )
         losses = clipped_value_loss(values, old, target.nan_to_num(), self.config.value_clip)
-        weight = self._tensor(batch.weights[rows].astype(np.float32))[:, None]
+        weight = torch.from_numpy(batch.weights[rows].astype(np.float32)).to(self._device)[:, None]
         return losses.masked_fill(~(mask & target.isfinite()), 0.0), weight
 
 

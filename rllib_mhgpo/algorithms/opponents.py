@@ -9,49 +9,99 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from rllib_mhgpo.algorithms.checkpoints import POLICY, find_checkpoint
+from rllib_mhgpo.algorithms.checkpoints import policy_source
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.engines import Cast, Engine, HFEngine, VLLMEngine, Written
-from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.errors import CheckpointError, ConfigError
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer, resolve_llm
 
-RANDOM, PAST = "random", "past"
+RANDOM, PAST, PERIOD = "random", "past", "period"
+FILE = "past_opponents.safetensors"
+"""Where a checkpoint has the opponents ``past``."""
 
 
 class Opponents:
-    """The engine of a policy, with other players for some agents.
+    """The engines of policies, with other players for some agents.
 
     Args:
-        mine: the policy's own engine.
+        own: by agent, the engine of the policy that it follows.
         players: who plays each other agent, as the key ``opponents`` says.
         refresh: iterations after which ``past`` becomes the present policy.
+
+    Attributes:
+        past: by agent, the engine of its policy as it was.
     """
 
-    def __init__(self, mine: HFEngine | VLLMEngine, players: Mapping[str, str], refresh: int) -> None:
-        self.mine, self.refresh, self.period = mine, refresh, -1
-        self.past: HFEngine | None = None
-        made: dict[str, Engine] = {who: self._player(who) for who in set(players.values())}
-        self.engine = Cast(mine, {agent: made[who] for agent, who in players.items()})
+    def __init__(self, own: Mapping[str, HFEngine | VLLMEngine], players: Mapping[str, str], refresh: int) -> None:
+        self.own, self.refresh, self.period = own, refresh, -1
+        copies = {id(own[agent]): _copied(own[agent]) for agent, who in players.items() if who == PAST}
+        self.past = {agent: copies[id(own[agent])] for agent, who in players.items() if who == PAST}
+        sources = {agent: policy_source(who, agent) for agent, who in players.items() if who != PAST}
+        made = {source: _player(source, own[agent]) for agent, source in sources.items()}
+        others = {agent: made[source] for agent, source in sources.items()}
+        self.engine = Cast(next(iter(own.values())), {**own, **others, **self.past})
 
     def at(self, iteration: int) -> Engine:
         """Returns the engine for an iteration; in the first of each period the past policy becomes the present one."""
-        if self.past is not None and iteration // self.refresh != self.period:
-            assert isinstance(self.mine, HFEngine), "past needs the engine hf"
+        if self.past and iteration // self.refresh != self.period:
             self.period = iteration // self.refresh
-            self.past.model.load_state_dict(self.mine.model.state_dict())
+            for agent, engine in self.past.items():
+                engine.model.load_state_dict(self.own[agent].model.state_dict())  # type: ignore[union-attr]  # both are hf
         return self.engine
 
-    def _player(self, who: str) -> Engine:
-        if who == PAST and isinstance(self.mine, HFEngine):
-            self.past = copy.copy(self.mine)
-            self.past.model = copy.deepcopy(self.mine.model)
-            return self.past
-        if who == RANDOM:
-            return Written(random_reply, who, self.mine.tokenizer)
-        if ":" in who and not Path(who).expanduser().is_dir():
-            return Written(import_named("opponents", who, {}), who, self.mine.tokenizer)
-        return loaded(who, self.mine)
+    def state(self) -> dict[str, Tensor]:
+        """Returns which period the past policies are of and their weights, by agent and name."""
+        held = {
+            f"{agent}.{name}": tensor.detach().cpu().clone()
+            for agent, engine in self.past.items()
+            for name, tensor in engine.model.state_dict().items()
+        }
+        return {PERIOD: torch.tensor(self.period), **held}
+
+    def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what :meth:`state` returned."""
+        self.period = int(state[PERIOD])
+        for agent, engine in self.past.items():
+            names = engine.model.state_dict()
+            engine.model.load_state_dict({name: state[f"{agent}.{name}"] for name in names})
+
+
+def write_past(folder: Path, state: dict[str, Tensor]) -> None:
+    """Writes what :meth:`Opponents.state` returned into a checkpoint."""
+    save_file(state, folder / FILE)
+
+
+def read_past(folder: Path) -> dict[str, Tensor] | None:
+    """Reads what :func:`write_past` wrote; None where the run had no such opponents.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    if not (folder / FILE).is_file():
+        return None
+    try:
+        return dict(load_file(folder / FILE))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / FILE}: the past opponents cannot be read: {error}.") from error
+
+
+def _copied(mine: HFEngine | VLLMEngine) -> HFEngine:
+    assert isinstance(mine, HFEngine), "past needs the engine hf"
+    past = copy.copy(mine)
+    past.model = copy.deepcopy(mine.model)
+    return past
+
+
+def _player(who: str, mine: HFEngine | VLLMEngine) -> Engine:
+    if who == RANDOM:
+        return Written(random_reply, who, mine.tokenizer)
+    if ":" in who and not Path(who).expanduser().is_dir():
+        return Written(import_named("opponents", who, {}), who, mine.tokenizer)
+    return loaded(who, mine)
 
 
 def random_reply(env: Any, agent: str) -> str:
@@ -62,17 +112,15 @@ def random_reply(env: Any, agent: str) -> str:
     return draw(agent)
 
 
-def loaded(who: str, mine: HFEngine | VLLMEngine) -> HFEngine:
-    """Returns an engine for the policy of a checkpoint, or of what the key ``llm`` takes.
+def loaded(name: str, mine: HFEngine | VLLMEngine) -> HFEngine:
+    """Returns an engine for a model folder, or what else the key ``llm`` takes.
 
     Raises:
         ConfigError: its tokenizer is another one, so that it could not read the prompts.
     """
-    path = Path(who).expanduser()
-    name = str(find_checkpoint(path) / POLICY) if path.is_dir() and not (path / "config.json").is_file() else who
     model, tokenizer = load_model(name), load_tokenizer(name)
     if tokenizer.get_vocab() != mine.tokenizer.get_vocab():
-        raise ConfigError(f"opponents: {who!r} has another tokenizer than the policy and cannot read its prompts.")
+        raise ConfigError(f"opponents: {name!r} has another tokenizer than the policy and cannot read its prompts.")
     device = mine.model.device if isinstance(mine, HFEngine) else torch.device("cuda" if mine.place.gpus else "cpu")
     engine = HFEngine(model.to(device), eos_ids(model, tokenizer), mine.dtype, tokenizer=tokenizer)
     engine.max_batch_tokens = getattr(mine, "max_batch_tokens", engine.max_batch_tokens)

@@ -48,15 +48,17 @@ def summarise(
     iteration: Iteration,
     update: Mapping[str, Any],
     agents: Sequence[str],
+    policies: Mapping[str, Sequence[str]],
     seconds: Mapping[str, float],
     generated: int,
 ) -> dict[str, Any]:
     """Returns the nested columns of docs/metrics.md, without dev scores.
 
     Args:
+        policies: whose agents are which, where agents do not share one; else empty.
         generated: tokens that the policy said, those of replaced questions included.
     """
-    flat, norms = iteration.flat, update["grad_norms"]
+    flat = iteration.flat
     lengths = response_lengths(flat)
     similar = similarity(flat, iteration.credit["group"])
     everyone = np.ones(len(lengths), dtype=bool)
@@ -67,8 +69,8 @@ def summarise(
             for k, agent in enumerate(agents)
         },
         **_columns(iteration, similar, everyone),
-        "grad_norm": float(np.mean(norms)) if norms else NAN,
-        "skipped_steps": update["skipped_steps"],
+        **_steps(update),
+        **_by_policy(iteration, similar, {n: [agents.index(a) for a in its] for n, its in policies.items()}, update),
         "num_voided": sum(len(tree.void) for tree in trees),
         "num_tokens_generated": generated,
         "num_tokens_trained": int(lengths[iteration.updated].sum()),
@@ -78,6 +80,29 @@ def summarise(
         "peak_memory_gb": peak_memory() / 1e9,
         "time": {f"{phase}_s": float(seconds.get(phase, 0.0)) for phase in PHASES},
     }
+
+
+def _by_policy(
+    iteration: Iteration,
+    similar: NDArray[np.float64],
+    followers: Mapping[str, Sequence[int]],
+    update: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Columns of each policy: means over the acts of the agents that follow it, and its optimiser steps."""
+    columns = {
+        name: {
+            **_columns(iteration, similar, np.isin(iteration.flat.agent, agents)),
+            **_steps(update["policies"][name]),
+        }
+        for name, agents in followers.items()
+    }
+    return {"policies": columns} if columns else {}
+
+
+def _steps(update: Mapping[str, Any]) -> dict[str, float]:
+    """Mean norm of the gradients, and how many optimiser steps had none that was finite."""
+    norms = update["grad_norms"]
+    return {"grad_norm": float(np.mean(norms)) if norms else NAN, "skipped_steps": update["skipped_steps"]}
 
 
 def _computed(counts: Mapping[str, float], seconds: float) -> dict[str, float]:
@@ -180,3 +205,13 @@ def _mean(values: Any, divisor: int | None = None) -> float:
     values = np.asarray(values, dtype=np.float64)
     count = len(values) if divisor is None else divisor
     return float(values.sum() / count) if len(values) else NAN
+
+
+def merged(columns: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+    """Returns nested columns with more of them added.
+
+    >>> merged({"a": {"x": 1}}, {"a": {"y": 2}, "b": 3})
+    {'a': {'x': 1, 'y': 2}, 'b': 3}
+    """
+    both = {name: {**columns[name], **value} for name, value in more.items() if isinstance(value, dict)}
+    return {**columns, **more, **both}

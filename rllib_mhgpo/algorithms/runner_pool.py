@@ -85,6 +85,12 @@ class RunnerPool:
             return function(self.local)
         return ray.get(next(iter(self._active.values())).apply.remote(function))
 
+    def each(self, function: Call) -> list[Any]:
+        """Returns what a function returns of every runner."""
+        if self.local is not None:
+            return [function(self.local)]
+        return [_result(actor.apply.remote(function), self.timeout_s) for actor in self._active.values()]
+
     def roll_out(self, roots: Sequence[int], how: Play) -> list[Rollouts]:
         """Plays the roots on all runners."""
         return self.finish(self.start(roots, how)) if self.local is None else [self.local.rollout(roots, how)]

@@ -1,9 +1,14 @@
-"""What cannot be asked for together: learners, shards, adapters, engines and the ways of weights between them."""
+"""What cannot be asked for together: learners, shards, adapters, engines and weights; rollouts; terms of the loss."""
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from rllib_mhgpo.algorithms.registration import import_named
+from rllib_mhgpo.credit import AGGREGATIONS
 from rllib_mhgpo.engines.settings import check_engine
 from rllib_mhgpo.errors import ConfigError, did_you_mean
+from rllib_mhgpo.sampling import STRATEGIES
 
 if TYPE_CHECKING:
     from rllib_mhgpo.algorithms.config import LLMConfig
@@ -103,3 +108,31 @@ def check_adapters(config: "LLMConfig") -> None:
         raise ConfigError("config: lora.send: merged needs engine: vllm; the engine hf runs the adapters themselves.")
     if config.opponents and lora["adapters"]:
         raise ConfigError("config: lora.adapters: opponents play with one set of weights; share the adapter.")
+
+
+def check_rollouts(config: "LLMConfig") -> None:
+    """Refuses numbers of questions and forks that do not go together."""
+    if (config.minibatch_questions or 0) > config.questions_per_iteration:
+        raise ConfigError(
+            f"config: minibatch_questions: expected at most questions_per_iteration = "
+            f"{config.questions_per_iteration}, found {config.minibatch_questions}."
+        )
+    import_named("rollout_strategy", config.rollout_strategy, STRATEGIES)
+    if config.rollout_strategy == "rr" and not np.isclose(sum(config.fork_probs), 1.0):
+        raise ConfigError(f"config: fork_probs: expected a sum of 1, found {sum(config.fork_probs)}.")
+    if config.rollout_strategy == "rr" and min(config.fork_probs) < 0:
+        raise ConfigError(f"config: fork_probs: expected no number below 0, found {config.fork_probs}.")
+    counts = config.fork_counts or []
+    if config.rollout_strategy == "fork_counts" and (max(counts, default=0) < 2 or min(counts) < 1):
+        raise ConfigError(
+            f"config: fork_counts: expected numbers of at least 1, one of them at least 2; found {config.fork_counts}"
+        )
+
+
+def check_losses(config: "LLMConfig") -> None:
+    """Refuses rewards and a KL that cannot be computed."""
+    import_named("reward_aggregation", config.reward_aggregation, AGGREGATIONS)
+    if config.max_kl is not None and config.kl_beta == 0:
+        raise ConfigError("config: max_kl: expected a kl_beta above 0, without which there is no reference.")
+    if config.kl_in_reward and config.kl_beta == 0:
+        raise ConfigError("config: kl_in_reward: expected a kl_beta above 0, found 0; raise it, or leave the KL out.")

@@ -72,13 +72,12 @@ def assembled(environment: str, env_config: str | None, llm: str | None) -> "Sys
     changes = read_json(env_config, "--env-config")
     if Path(environment).suffix in (".yaml", ".yml", ".py"):
         system = untrained(Path(environment), changes)
-        return (
-            system
-            if llm is None
-            else assemble(system.config.update_from_dict({"llm": llm}), llm, system.config.env_config)
-        )
+        if llm is None:
+            return system
+        config = system.config.update_from_dict({"llm": llm})
+        return assemble(config, config.llms, config.env_config)
     config = MHGPOConfig.check({"env": environment, "env_config": changes, "llm": llm or MHGPOConfig.llm})
-    return assemble(config, config.llm, changes)
+    return assemble(config, config.llms, changes)
 
 
 def report(groups: "list[Group]") -> str:

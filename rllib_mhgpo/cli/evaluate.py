@@ -206,7 +206,7 @@ def untrained(file: Path, env_config: Mapping[str, Any]) -> "System":
     if not isinstance(config, LLMConfig):
         raise ConfigError(f"{file}: run: expected an algorithm of this package, found {experiment['run']!r}.")
     config.update_from_dict({**settings, "env_config": {**settings.get("env_config", {}), **env_config}})
-    return assemble(config, config.llm, settings.get("env_config", {}))
+    return assemble(config, config.llms, settings.get("env_config", {}))
 
 
 def answer(system: "System", split: str, limit: int | None, temperature: float = 0.0) -> list[Record]:

@@ -1,6 +1,7 @@
 """``rllib plan``: what an experiment needs of memory, wire and Ray, before anything is started."""
 
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,8 @@ def processes(config: Any) -> Iterator[Process]:
     from rllib_mhgpo.llms.shape import model_shape
     from rllib_mhgpo.modules.scoring import LOGITS_AT_ONCE
 
-    shape = model_shape(config.llm, config.lora)
+    policies = [config.get_config_for_module(name) for name in config.policy_names]
+    shapes = [model_shape(policy.llm, policy.lora) for policy in policies]
     deepspeed = config.deepspeed or {}
     how = footprint.Sharding(
         max(1, config.num_learners), config.zero_stage, bool(config.zero_stage) and config.dtype == "bfloat16",
@@ -111,18 +113,22 @@ def processes(config: Any) -> Iterator[Process]:
     )  # fmt: skip
     number = footprint.BFLOAT16 if config.dtype == "bfloat16" else footprint.FLOAT32
     tokens = config.max_tokens_per_microbatch
-    parts = footprint.model_states(shape, how)
-    if config.uses_reference and config.lora is None:
-        parts["reference"] = footprint.frozen_weights(shape, how)
+    parts: dict[str, float] = defaultdict(float)
+    for policy, shape in zip(policies, shapes, strict=True):
+        copied = policy.uses_reference and policy.lora is None
+        reference = {"reference": footprint.frozen_weights(shape, how)} if copied else {}
+        for part, size in {**footprint.model_states(shape, how), **reference}.items():
+            parts[part] += size
+    largest = max(shapes, key=lambda shape: shape.parameters)  # one policy computes at a time
     if hasattr(config, "critic_lr"):
         parts["critic"] = sum(footprint.model_states(model_shape(config.critic_llm or config.llm), how).values())
-    parts["activations"] = footprint.activations(shape, tokens, number, config.gradient_checkpointing)
-    parts["logits"] = footprint.logits(shape, min(tokens // 2, max(1, LOGITS_AT_ONCE // shape.vocabulary)))
+    parts["activations"] = footprint.activations(largest, tokens, number, config.gradient_checkpointing)
+    parts["logits"] = footprint.logits(largest, min(tokens // 2, max(1, LOGITS_AT_ONCE // largest.vocabulary)))
     if how.stage == 3:
-        parts["layers gathered"] = footprint.gathered(shape, how)
+        parts["layers gathered"] = footprint.gathered(largest, how)
     moved = [name for name, off in (("optimizer", how.offload_optimizer), ("weights", how.offload_param)) if off]
     offloaded = sum(parts.pop(name) for name in moved)
-    cache = footprint.key_value_cache(shape, config.engine_config.get("max_batch_tokens", 32768), number)
+    cache = footprint.key_value_cache(largest, config.engine_config.get("max_batch_tokens", 32768), number)
     if config.engine == "vllm":  # on a GPU it fills what gpu_memory_utilization leaves
         given = 0 if config.num_gpus_per_env_runner else CPU_CACHE_BYTES
         cache = float(config.engine_config.get("kv_cache_memory_bytes", given))
@@ -132,7 +138,7 @@ def processes(config: Any) -> Iterator[Process]:
     gpus = config.num_gpus_per_learner if config.num_learners else 0
     yield Process("learner", max(1, config.num_learners), gpus, parts | _process(gpus), offloaded)
     gpus = config.num_gpus_per_env_runner
-    weights = float(shape.parameters * number)
+    weights = float(sum(shape.parameters for shape in shapes) * number)
     yield Process(
         "env runner", max(1, config.num_env_runners), gpus,
         {"weights": weights, "key-value cache": cache, **_process(gpus)},
@@ -158,10 +164,11 @@ def traffic(config: Any) -> Iterator[str]:
     else:
         yield f"An iteration: {questions:,} questions; name agents in max_response_tokens to see how many responses."
     if not config.shares_module:
-        shape = model_shape(config.llm, config.lora)
+        policies = [config.get_config_for_module(name) for name in config.policy_names]
         number = footprint.BFLOAT16 if config.dtype == "bfloat16" else footprint.FLOAT32
-        sent = shape.parameters if (config.lora or {}).get("send") == "merged" else shape.trained
-        size = sent * number / 1e9
+        merged = (config.lora or {}).get("send") == "merged"
+        shapes = [model_shape(policy.llm, policy.lora) for policy in policies]
+        size = sum(shape.parameters if merged else shape.trained for shape in shapes) * number / 1e9
         yield f"A weight sync: {size:.3f} GB to each of {max(1, config.num_env_runners)} runners."
 
 

@@ -21,7 +21,7 @@ def recast(system: System, spec: str) -> System:
     Raises:
         ConfigError: an unknown role or player; the nearest right word is named.
     """
-    agents, made, players = list(system.env.possible_agents), dict[str, Engine](), dict[str, str]()
+    agents, players = list(system.env.possible_agents), dict[str, str]()
     for part in spec.split(","):
         agent, equals, who = part.partition("=")
         if equals and agent.strip() not in agents:
@@ -31,23 +31,21 @@ def recast(system: System, spec: str) -> System:
             )
         players |= {agent.strip(): who.strip()} if equals else dict.fromkeys(agents, part.strip())
     try:
-        for who in players.values():
-            made.setdefault(who, player(system, who))
+        return system.cast({agent: player(system, who, agent) for agent, who in players.items()})
     except MHGPOError as error:
         raise type(error)(f"--roles {spec}: {error}") from None
-    return system.cast({agent: made[who] for agent, who in players.items()})
 
 
-def player(system: System, who: str) -> Engine:
-    """Returns the engine that a word names."""
+def player(system: System, who: str, agent: str) -> Engine:
+    """Returns the engine that a word names in the place of an agent."""
     if who == "base":
-        return system.player(system.config.llm)
+        return system.player(system.config.llms[system.config.policy_of(agent)], agent)
     if who == "identity":
         return Written(lambda env, agent: env.unwrapped.identity(agent), who)
     if who in POLICIES:
         return Written(lambda env, agent: _played(who, env.unwrapped, agent), who)
     if who and Path(who).expanduser().is_dir():
-        return system.player(who)
+        return system.player(who, agent)
     if ":" in who:
         return Written(import_named("player", who, {}), who)
     raise ConfigError(

@@ -19,7 +19,8 @@ def searched(value: Any, place: str = "config") -> Any:
     """Returns a value with all search spaces inside it made into Tune's.
 
     Raises:
-        ConfigError: a space whose arguments Tune refuses, a grid that is no list, or a slip in a space's name.
+        ConfigError: a space whose arguments Tune refuses, a grid that is no list, a slip in a space's name, or a space
+            inside an object, where Tune does not look.
 
     >>> searched({"a": [{"choice": [1, 2]}]})["a"][0].categories
     [1, 2]
@@ -27,6 +28,11 @@ def searched(value: Any, place: str = "config") -> Any:
     if isinstance(value, list):
         return [searched(inner, f"{place}[{index}]") for index, inner in enumerate(value)]
     if not isinstance(value, dict):
+        if _is_hidden(value):
+            raise ConfigError(
+                f"{place}: Tune does not look for search spaces inside a {type(value).__name__}; it would be passed on "
+                "as it is. Write the space in a list or under a key."
+            )
         return value
     if len(value) == 1:
         ((name, arguments),) = value.items()
@@ -64,6 +70,34 @@ def _space(name: str, arguments: Any, place: str) -> Any:
         return getattr(tune, name)(*arguments)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"{place}: {name}: Tune refuses {arguments}: {error}") from None
+
+
+def _is_hidden(value: Any, depth: int = 4) -> bool:
+    """True for an object, a tuple or a set with a search space somewhere inside."""
+    if isinstance(value, tuple | set | frozenset):
+        return any(_has_space(inner, depth) for inner in value)
+    if (
+        value is None
+        or isinstance(value, str | int | float | type)
+        or callable(value)
+        or not hasattr(value, "__dict__")
+    ):
+        return False
+    from ray.tune.search.sample import Domain
+
+    return not isinstance(value, Domain) and any(_has_space(inner, depth) for inner in vars(value).values())
+
+
+def _has_space(value: Any, depth: int) -> bool:
+    from ray.tune.search.sample import Domain
+
+    if depth == 0:
+        return False
+    if isinstance(value, Domain) or (isinstance(value, dict) and list(value) == [GRID]):
+        return True
+    if isinstance(value, dict | list):
+        return any(_has_space(inner, depth - 1) for inner in (value.values() if isinstance(value, dict) else value))
+    return _is_hidden(value, depth - 1)
 
 
 def _is_slip(name: str) -> bool:

@@ -102,6 +102,12 @@ def check_search(experiment: Experiment, source: str) -> None:
     algorithm = make_search_alg(experiment.get("search_alg"), f"{source}: search_alg")
     grids, domains = places(searched(experiment["config"], f"{source}: config"))
     name = (experiment.get("search_alg") or {}).get("name", "")
+    partner = (experiment.get("scheduler") or {}).get("name")
+    if name == "bohb" and ALIASES.get(str(partner), partner) != "hb_bohb":
+        raise ConfigError(
+            f"{source}: search_alg: bohb goes with the scheduler hb_bohb, found {partner or 'none'!r}, "
+            "without which it hears nothing of the trials."
+        )
     if algorithm is None or name in ("random", "variant_generator"):
         return
     if grids:
