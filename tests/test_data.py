@@ -293,6 +293,10 @@ def test_real_questions() -> None:
     assert sorted(len(question.context) for question in dev)[:4] == [2, 2, 4, 10]
     assert len(load_questions(real_file("hotpotqa/react_dev7405_simplified_no_passages.json"), False)) == 7405
     golds = load_questions(real_file("2wiki/trustmargin_dev1000_multi_gold_no_passages.json"), False)
+    assert (len(golds), sum(len(question.answers) > 1 for question in golds)) == (
+        1000,
+        492,
+    )  # of 876 lists, the others repeat one gold
     assert golds[1].answers == ("Mask of Fu Manchu", "The Mask of Fu Manchu")
     assert golds[2].answers == ("12 June 1516",)
 
