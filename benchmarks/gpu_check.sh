@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What one GPU has to show, in at most eight minutes: bash benchmarks/gpu_check.sh [OUT]
 # bfloat16, ZeRO-3 and an env runner on one GPU with a randomly initialised Llama of 1.2 thousand million parameters: seconds
-# of an iteration and of a weight sync, peak memory. Then a search over a million vectors of 384 with faiss on the GPU.
+# of an iteration and of a weight sync, peak memory. Then searches over a million vectors of 384,
+# Flat, IVF and IVF-PQ, as `gpu: true` and `gpu: half` do them, against the CPU's.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out="${1:-gpu_check}"
