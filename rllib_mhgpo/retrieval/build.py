@@ -113,7 +113,7 @@ def _options(spec: Spec) -> dict[str, Any]:
             raise ConfigError(f"retriever: unknown key {key!r}; expected {known}.{did_you_mean(key, _KEYS)}")
         wanted, kind = _VALUES.get(key, ("", object))
         value = options[key]
-        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
+        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or options[key] < 1)):
             raise ConfigError(f"retriever: {key}: expected {wanted}, found {value!r}.")
     if options.get("gpu", False) not in (True, False, HALF):
         raise ConfigError(f"retriever: gpu: expected true, false or {HALF}, found {options['gpu']!r}.")
