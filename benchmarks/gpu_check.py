@@ -1,4 +1,4 @@
-"""The parts of ``gpu_check.sh`` that are Python: a run on one GPU, and a search with faiss on it."""
+"""The parts of ``gpu_check.sh`` that are Python: a run on one GPU, and searches with faiss on all there are."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+WIDTH = 384
 LLAMA_1B: dict[str, Any] = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 4096, "tie_word_embeddings": True,
@@ -31,7 +32,7 @@ def random_llama(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def training(folder: Path, engine: str, iterations: int = 3) -> dict[str, float]:
+def training(folder: Path, engine: str, iterations: int = 3) -> dict[str, Any]:
     """Trains on one GPU that a learner (bfloat16, ZeRO-3) and a runner share; returns what was measured."""
     import ray
     import torch
@@ -62,22 +63,33 @@ def training(folder: Path, engine: str, iterations: int = 3) -> dict[str, float]
     }
 
 
-def searching(count: int = 1_000_000, width: int = 384, batch: int = 512) -> dict[str, float]:
-    """Searches a flat index on the GPU; returns queries a second and whether it found what the CPU finds."""
+def searching(folder: Path, count: int = 1_000_000, gpu: bool = True) -> dict[str, Any]:
+    """Searches indexes on the GPUs as ``gpu: true`` and ``gpu: half`` do.
+
+    Returns, for each index: queries a second, 512 at a time, and which share of the ten neighbours the CPU finds too.
+    """
     import faiss
 
+    from rllib_mhgpo.retrieval.approximate import open_faiss, train_and_fill
+
     rng = np.random.default_rng(0)
-    vectors = rng.standard_normal((count, width), dtype=np.float32)
-    queries = rng.standard_normal((batch, width), dtype=np.float32)
-    flat = faiss.IndexFlatIP(width)
-    flat.add(vectors)
-    on_gpu = faiss.index_cpu_to_gpu(faiss.StandardGpuResources(), 0, flat)
-    on_gpu.search(queries, 10)
-    started = time.perf_counter()
-    _, found = on_gpu.search(queries, 10)
-    seconds = time.perf_counter() - started
-    same = float((found[:8] == flat.search(queries[:8], 10)[1]).mean())
-    return {"queries_per_s": batch / seconds, "same_as_cpu": same}
+    vectors = rng.standard_normal((count, WIDTH), dtype=np.float32)
+    queries = rng.standard_normal((512, WIDTH), dtype=np.float32)
+    told: dict[str, Any] = {"gpus": faiss.get_num_gpus() if gpu else 0}
+    for factory, setting in (("Flat", ""), ("IVF256,Flat", "nprobe=16"), ("IVF256,PQ64", "nprobe=16")):
+        path = folder / f"{factory}.faiss"
+        faiss.write_index(train_and_fill(factory, WIDTH, count, lambda: iter([vectors]), 0), str(path))
+        expected = open_faiss(path, factory, setting).search(queries[:32], 10, positive=False)
+        for how in (True, "half") if gpu else (False,):
+            index = open_faiss(path, factory, setting, how)
+            index.search(queries, 10, positive=False)
+            started = time.perf_counter()
+            found = index.search(queries, 10, positive=False)
+            seconds = time.perf_counter() - started
+            shares = [np.isin(one, other).mean() for one, other in zip(expected, found[:32], strict=True)]
+            told[f"{factory}, {how}"] = {"queries_per_s": 512 / seconds, "same_as_cpu": float(np.mean(shares))}
+        path.unlink()
+    return told
 
 
 def main() -> None:
@@ -87,7 +99,7 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    parts: dict[str, Callable[[], dict[str, float]]] = {"searching": searching}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {"searching": partial(searching, out)}
     for engine in ("vllm", "hf"):
         parts[f"training, engine {engine}"] = partial(training, out / "llama_1b", engine)
     for name, part in parts.items():

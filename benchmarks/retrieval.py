@@ -1,16 +1,20 @@
 """Queries, passages and records a second, and the memory they take: ``python benchmarks/retrieval.py search``.
 
-    search   a synthetic index of ``--vectors`` x 384, Flat and IVF-PQ, asked in this process, by two actors and over
-             HTTP, with 1, 64 and 512 queries a call. Queries are encoded by one BERT layer with random weights, so
-             that the search is what is timed. Medians of ``--times`` calls; the cache is off
-    encode   passages of 100 words by all-MiniLM-L6-v2 (extra minilm)
+    make     synthetic indexes of ``--vectors`` x 384, Flat and IVF-PQ, in the folder ``--place``
+    search   asks them (and makes them first where they are not there): in process, by two actors and over HTTP, with
+             1, 64 and 512 queries a call, each way in a process of its own. Queries are encoded by one BERT layer with
+             random weights, so that the search is what is timed. Medians of ``--times`` calls; the cache is off
+    encode   the first ``--passages`` passages of ``--file`` by all-MiniLM-L6-v2 (extra minilm)
     load     ``--records`` HotpotQA-like records, read in a process of its own: seconds, peak memory
 
-Memory is PSS where processes share pages (what is mapped from one file counts once for all), else the peak of RSS.
+``search --index Flat --where http`` runs a part alone. Memory is PSS where processes share pages (what is mapped from
+one file counts once for all), else the peak of RSS. It is what searching adds to a process that has loaded the encoder,
+but all that the actors and the server take.
 """
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -25,9 +29,10 @@ import faiss
 import numpy as np
 import psutil
 
-from rllib_mhgpo.data import Corpus, load_questions
+from rllib_mhgpo.data import Corpus, load_corpus, load_questions
 from rllib_mhgpo.retrieval import BaseRetriever, build_retriever
 from rllib_mhgpo.retrieval.approximate import train_and_fill
+from rllib_mhgpo.retrieval.base import passage_texts
 from rllib_mhgpo.retrieval.build import sentence_encoder
 from rllib_mhgpo.retrieval.store import CORPUS, ENCODER, describe, write_json
 
@@ -90,8 +95,6 @@ def memory(pid: int | None = None) -> float:
 
 
 def in_actors(folder: Path) -> Iterator[tuple[BaseRetriever, Callable[[], float]]]:
-    import os
-
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
@@ -115,32 +118,50 @@ def over_http(folder: Path) -> Iterator[tuple[BaseRetriever, Callable[[], float]
 
 
 def here(folder: Path) -> Iterator[tuple[BaseRetriever, Callable[[], float]]]:
+    sentence_encoder(str(folder.parent / "encoder"))
     before = memory()
     yield build_retriever(None, {"encoder": str(folder), "cache_size": 0}), lambda: memory() - before
 
 
+INDEXES = {"Flat": "Flat", "IVF-PQ": "IVF1024,PQ48"}
+PLACES = {"here": ("in process", here), "actors": ("two actors", in_actors), "http": ("HTTP", over_http)}
+
+
+def make(options: argparse.Namespace) -> None:
+    encoder = options.place / "encoder"
+    if not encoder.is_dir():
+        save_encoder(encoder)
+    for name in options.index:
+        if not (options.place / name).is_dir():
+            make_index(options.place / name, encoder, options.vectors, INDEXES[name])
+
+
 def search(options: argparse.Namespace) -> None:
-    print("| index | where | 1 query a call | 64 | 512 | memory MB |\n|---|---|---|---|---|---|")
-    with tempfile.TemporaryDirectory() as place:
-        encoder = save_encoder(Path(place) / "encoder")
-        for name, factory in (("Flat", "Flat"), ("IVF-PQ", "IVF1024,PQ48")):
-            folder = Path(place) / name
-            make_index(folder, encoder, options.vectors, factory)
-            for where, open_it in (("in process", here), ("two actors", in_actors), ("HTTP", over_http)):
-                for retriever, held in open_it(folder):
-                    rates = [queries_per_second(retriever, batch, options.times) for batch in (1, 64, 512)]
-                    cells = " | ".join(f"{rate:,.0f}" for rate in rates)
-                    print(f"| {name} | {where} | {cells} | {held():,.0f} |", flush=True)
+    make(options)
+    print("| index | where | 1 query a call | 64 | 512 | memory MB |\n|---|---|---|---|---|---|", flush=True)
+    for name in options.index:
+        for where in options.where:
+            command = [sys.executable, __file__, "search-one", "--place", str(options.place), "--index", name]
+            subprocess.run([*command, "--where", where, "--times", str(options.times)], check=True)
+
+
+def search_one(options: argparse.Namespace) -> None:
+    ((name,), (where,)) = options.index, options.where
+    told, open_it = PLACES[where]
+    for retriever, held in open_it(options.place / name):
+        rates = [queries_per_second(retriever, batch, options.times) for batch in (1, 64, 512)]
+        cells = " | ".join(f"{rate:,.1f}" for rate in rates)
+        print(f"| {name} | {told} | {cells} | {held():,.0f} |", flush=True)
 
 
 def encode(options: argparse.Namespace) -> None:
     encoder = sentence_encoder("minilm")
-    rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(WORDS, 100)) for _ in range(options.passages)]
+    texts = passage_texts(load_corpus(options.file)[: options.passages])
     encoder.encode_passages(texts[:8])
     started = time.perf_counter()
     encoder.encode_passages(texts)
-    print(f"{len(texts) / (time.perf_counter() - started):.1f} passages/s")
+    words = sum(len(text.split()) for text in texts) / len(texts)
+    print(f"{len(texts) / (time.perf_counter() - started):.1f} passages/s, {len(texts)} of {words:.0f} words")
 
 
 def load(options: argparse.Namespace) -> None:
@@ -160,7 +181,7 @@ def load(options: argparse.Namespace) -> None:
         for what in ("first", "from the cache"):
             command = [sys.executable, __file__, "load-one", "--file", str(file)]
             told = subprocess.run(
-                command, capture_output=True, text=True, check=True, env={"RLLIB_MHGPO_CACHE": place, **_environment()}
+                command, capture_output=True, text=True, check=True, env={**os.environ, "RLLIB_MHGPO_CACHE": place}
             )
             print(f"{what}: {told.stdout.strip()}", flush=True)
 
@@ -175,19 +196,25 @@ def load_one(options: argparse.Namespace) -> None:
     print(f"{len(questions):,} questions, {seconds:.1f} s, peak {peak:,.0f} MB, of which imports {before:,.0f} MB")
 
 
-def _environment() -> dict[str, str]:
-    import os
-
-    return {key: value for key, value in os.environ.items() if key != "RLLIB_MHGPO_CACHE"}
-
-
-if __name__ == "__main__":
+def main() -> None:
+    parts = {"make": make, "search": search, "search-one": search_one, "encode": encode, "load": load}
+    parts["load-one"] = load_one
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("search", "encode", "load", "load-one"))
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--place", type=Path, help="where the indexes are kept; by default nowhere")
+    parser.add_argument("--index", nargs="+", choices=INDEXES, default=list(INDEXES))
+    parser.add_argument("--where", nargs="+", choices=PLACES, default=list(PLACES))
     parser.add_argument("--vectors", type=int, default=1_000_000)
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--passages", type=int, default=512)
     parser.add_argument("--records", type=int, default=100_000)
     parser.add_argument("--file")
-    arguments = parser.parse_args()
-    {"search": search, "encode": encode, "load": load, "load-one": load_one}[arguments.part](arguments)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as nowhere:
+        options.place = options.place or Path(nowhere)
+        options.place.mkdir(parents=True, exist_ok=True)
+        parts[options.part](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from rllib_mhgpo.cli import app
 from rllib_mhgpo.cli.ask import unknown_words
-from rllib_mhgpo.cli.evaluate import question_sets
+from rllib_mhgpo.cli.evaluate import question_sets, score_table
 from rllib_mhgpo.data import Corpus
+from rllib_mhgpo.envs.minipedia import minipedia
 from rllib_mhgpo.errors import ConfigError, RetrievalError
 from rllib_mhgpo.llms import load_tokenizer
 from rllib_mhgpo.retrieval import build_retriever, save_retriever
@@ -76,6 +77,22 @@ def test_from_python(experiment: Path, index: Path) -> None:
     assert system.env.top_k == 10
 
 
+def test_the_shipped_model_answers_in_its_world() -> None:
+    asked = minipedia("minipedia:test")[0]
+    file = Path(__file__).parent.parent / "tuned_examples" / "mhgpo_hotpot.yaml"
+    told = run("ask", file, asked.question, "--json")
+    assert told.exit_code == 0, told.output
+    assert "warning" not in told.stderr  # it knows all words
+    record = json.loads(told.stdout)
+    assert record["outputs"].keys() == {"rewriter", "reranker", "answerer"}
+    assert record["answer"]
+    assert record["answer"] in record["outputs"]["answerer"]
+    assert 0 < sum(passage["chosen"] for passage in record["passages"]) < len(record["passages"])
+    shown = run("ask", file, asked.question).stdout
+    assert shown.count("✓") == sum(passage["chosen"] for passage in record["passages"])
+    assert record["answer"] in shown.splitlines()[-1]
+
+
 def test_refused_indexes(experiment: Path, tmp_path: Path) -> None:
     for place in (tmp_path, tmp_path / "none", "tfidf"):
         refused = run("ask", experiment, "x", "--index", place)
@@ -104,6 +121,14 @@ def test_several_sets_in_one_table(experiment: Path, index: Path, toy_questions_
     assert all(title.startswith("Page") for title in titles)
     for record, again in zip(records[:8], records[11:], strict=True):  # nothing of one set's passages in the next
         assert record["passages"] == again["passages"]
+
+
+def test_the_table_by_hand() -> None:
+    """F1 1 and 0: mean 0.5, deviation 0.5, error 0.5 / √2; a voided rollout counts 0."""
+    played: list[Any] = [{"scores": dict.fromkeys(("acc", "em", "f1", "avg"), value)} for value in (1.0, 0.0)]
+    table = score_table({"a": played, "b": [played[0], {"void": "x"}]})
+    columns = [list(column.cells) for column in table.columns]
+    assert [list(map(str, column)) for column in columns] == [["a", "b"], *[["50.00 ± 35.36"] * 2] * 4, ["2", "2"]]
 
 
 def test_sets_of_questions() -> None:

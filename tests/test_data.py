@@ -35,6 +35,7 @@ QUESTION = Question(
     kind="bridge",
     level="hard",
 )
+PARAGRAPH = {"idx": 0, "title": "A", "paragraph_text": "a"}
 
 
 def record(**changes: Any) -> dict[str, Any]:
@@ -114,6 +115,14 @@ def test_without_passages_only_where_none_are_needed(tmp_path: Path) -> None:
         ({"answer": None}, r"expected key 'answer', found '_id', 'question'.*with answers"),
         ({"context": None}, r"expected key 'context'.*with passages"),
         ({"context": None, "paragraphs": [{"title": "A"}]}, r"'paragraphs': expected objects with texts 'title' and"),
+        (
+            {"context": None, "paragraphs": [{**PARAGRAPH, "idx": [1]}]},
+            r"a whole number under 'idx', each once, found list",
+        ),
+        (
+            {"context": None, "paragraphs": [PARAGRAPH, PARAGRAPH]},
+            r"a whole number under 'idx', each once, found int 0",
+        ),
         ({"answerable": False}, "answerable: false"),
         ({"answer_aliases": "x"}, "'answer_aliases': expected a list"),
         ({"_id": 1.0}, r"whole number, found float 1\.0"),
@@ -164,6 +173,12 @@ def test_refused_records_are_named(tmp_path: Path, changes: dict[str, Any], mess
         (b'{"id": "0", "contents": "x"}\n{"id": "1", "contents": "y"}', "corpus"),
         (b'{"data": []}', "corpus|wrapped"),
         (b'{"version": 1, "data": [1]}', "wrapped"),
+        (b'[{"question": "q", "answer": "a", "answer": "b"}]', "record 1 .*the key 'answer' twice in one object"),
+        (b'{"question": "q", "answer": "a", "metadata": {"x": 1, "x": 2}}', "the key 'x' twice in one object"),
+        (b"PK\x03\x04\x14\x00", "expected text, found a ZIP archive. Unpack it"),
+        (b"\xfd7zXZ\x00\x00", "found an xz file"),
+        (b"PAR1\x15\x04", r"found a Parquet file\. Give its folder to the package datasets"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", r"found the address .*git lfs pull"),
     ],
 )
 def test_files_that_are_not_question_files(tmp_path: Path, content: bytes, message: str) -> None:
@@ -278,6 +293,10 @@ def test_real_questions() -> None:
     assert sorted(len(question.context) for question in dev)[:4] == [2, 2, 4, 10]
     assert len(load_questions(real_file("hotpotqa/react_dev7405_simplified_no_passages.json"), False)) == 7405
     golds = load_questions(real_file("2wiki/trustmargin_dev1000_multi_gold_no_passages.json"), False)
+    assert (len(golds), sum(len(question.answers) > 1 for question in golds)) == (
+        1000,
+        492,
+    )  # of 876 lists, the others repeat one gold
     assert golds[1].answers == ("Mask of Fu Manchu", "The Mask of Fu Manchu")
     assert golds[2].answers == ("12 June 1516",)
 

@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import json
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,16 +117,19 @@ def test_a_hub_data_set_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_hub_data_set_is_read_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
+    class Rows(list[dict[str, Any]]):
+        _fingerprint = "0123"
+
     class Hub:
         @staticmethod
-        def load_dataset(path: str, config: str | None, split: str) -> list[dict[str, Any]]:
-            asked.append((path, config, split))
-            return [MUSIQUE]
+        def load_dataset(path: str, *config: str, split: str) -> Rows:
+            asked.append((path, *config, split))
+            return Rows([MUSIQUE])
 
     monkeypatch.setitem(__import__("sys").modules, "datasets", Hub)
     assert load_questions("hf:owner/name/distractor:validation")[0].id == "2hop__1_2"
     assert load_questions("hf:owner/name")[0].answers == ("Rome", "Roma")
-    assert asked == [("owner/name", "distractor", "validation"), ("owner/name", None, "train")]
+    assert asked == [("owner/name", "distractor", "validation"), ("owner/name", "train")]
 
 
 # --- passages ---------------------------------------------------------------------------------------------------------
@@ -186,6 +190,8 @@ def test_layouts_of_passages(tmp_path: Path, content: str, expected: list[tuple[
         ("[1]", "expected a passage .*found int 1"),
         ("[]", "holds no passages"),
         ("id\ttext\ttitle\n", "holds no passages"),
+        ("id\ttext\ttitle\ttext\n1\ta\tA\tb", "expected each column once, found 'text' twice"),
+        ('{"A": ["a"], "A": ["b"]}', "the key 'A' twice in one object"),
         ("", "the file is empty"),
         ('{"title": "A", "text": "half \\ud83d"}', "passage 1 holds half a character"),
         ('{"wikipedia_title": "A", "text": "a"}', "expected a page of KILT"),
@@ -264,6 +270,14 @@ def test_what_expands_without_end_is_refused(
     for load in (load_questions, load_corpus):
         with pytest.raises(DataError, match="compressed bytes expand to more than"):
             load(tmp_path / "bomb")
+
+
+def test_an_archive_in_a_compressed_file_is_named(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "q.tar.gz", "w:gz") as archive:
+        archive.add(write(tmp_path / "q", MUSIQUE))
+    for load in (load_questions, load_corpus):
+        with pytest.raises(DataError, match=r"expected text, found a tar archive\. Unpack it"):
+            load(tmp_path / "q.tar.gz")
 
 
 def test_long_lines_are_read_and_longer_ones_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,11 +60,16 @@ def test_layouts_of_predictions(tmp_path: Path, value: Any, lines: bool) -> None
         ([{"id": 1.5, "answer": "x"}], "the id as a string or a whole number"),
         (["x"], r"expected a prediction \(a JSON object\)"),
         ({"answer": {"a": "x"}, "sp": []}, "'sp': expected supporting facts by id"),
+        ([], "holds no answers"),
+        ([{"root": 3, "void": "x"}], "holds no answers"),
     ],
 )
 def test_refused_predictions(tmp_path: Path, value: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         load_predictions(write(tmp_path / "p", value))
+    (tmp_path / "p").write_text('{"a": "x", "b": "y", "a": "z"}', encoding="utf-8")
+    with pytest.raises(DataError, match="the key 'a' twice in one object"):
+        load_predictions(tmp_path / "p")
 
 
 def test_scores_by_hand() -> None:

@@ -6,7 +6,7 @@ read again; an entry is whole or absent.
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -34,8 +34,13 @@ def cached_table(path: Path, kind: str, write: Callable[[Path], None]) -> pa.Tab
     """
     file = path.resolve()
     status = file.stat()
-    key = sha256("\0".join([str(file), str(status.st_size), str(status.st_mtime_ns), kind, _VERSION]).encode())
-    name = re.sub(r"[^\w.-]", "_", file.name)[:60]
+    return kept_table(file.name, [str(file), str(status.st_size), str(status.st_mtime_ns)], kind, write)
+
+
+def kept_table(name: str, state: Sequence[str], kind: str, write: Callable[[Path], None]) -> pa.Table:
+    """As :func:`cached_table`, of anything whose ``state`` changes when it does."""
+    key = sha256("\0".join([*state, kind, _VERSION]).encode())
+    name = re.sub(r"[^\w.-]", "_", name)[:60]
     place = cache_folder() / f"{name}.{kind}.{key.hexdigest()[:16]}.arrow"
     if not place.is_file():
         write_whole(place, write)

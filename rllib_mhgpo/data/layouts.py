@@ -144,14 +144,28 @@ def _context(place: str, record: Record) -> tuple[tuple[tuple[str, tuple[str, ..
             )
     context = tuple((paragraph["title"], (paragraph["paragraph_text"],)) for paragraph in paragraphs)
     marked = [position for position, paragraph in enumerate(paragraphs) if paragraph.get("is_supporting") is True]
-    numbers = {paragraph.get("idx", position): position for position, paragraph in enumerate(paragraphs)}
+    numbers = _numbers(place, paragraphs)
     steps = record.get("question_decomposition")
     hops = [
         numbers[step["paragraph_support_idx"]]
         for step in (steps if isinstance(steps, list) else [])
-        if isinstance(step, dict) and step.get("paragraph_support_idx") in numbers
+        if isinstance(step, dict)
+        and isinstance(step.get("paragraph_support_idx"), int)
+        and step["paragraph_support_idx"] in numbers
     ]
     return context, tuple(dict.fromkeys([*hops, *marked]))
+
+
+def _numbers(place: str, paragraphs: Sequence[Record]) -> dict[int, int]:
+    """The position of each paragraph by the number that the record gives it."""
+    numbers: dict[int, int] = {}
+    for position, paragraph in enumerate(paragraphs):
+        number = paragraph.get("idx", position)
+        if not isinstance(number, int) or numbers.setdefault(number, position) != position:
+            raise DataError(
+                f"{place}: 'paragraphs': expected a whole number under 'idx', each once, found {described(number)}."
+            )
+    return numbers
 
 
 def _supporting(

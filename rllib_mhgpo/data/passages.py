@@ -90,6 +90,8 @@ def _from_table(path: Path) -> Iterator[Found]:
 
 
 def _with_header(path: Path, header: list[str], lines: Iterator[tuple[int, str]]) -> Iterator[Found]:
+    if twice := next((name for name in header if header.count(name) > 1), None):
+        raise DataError(f"{path}: line 1: expected each column once, found {twice!r} twice. Rename one.")
     title, text = header.index("title"), header.index("text")
     key = next((header.index(name) for name in _IDS if name in header), None)
     for number, line in lines:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from rllib_mhgpo.data.corpus import Corpus
 from rllib_mhgpo.data.corpus_files import is_arrow
+from rllib_mhgpo.data.hub import HUB
 from rllib_mhgpo.data.layouts import to_question
 from rllib_mhgpo.data.passages import read_passages
-from rllib_mhgpo.data.question_files import HUB
 from rllib_mhgpo.data.questions import checked_questions
 from rllib_mhgpo.data.records import iterate_records
 

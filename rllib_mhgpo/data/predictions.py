@@ -53,6 +53,8 @@ def load_predictions(path: str | Path) -> Predictions:
             facts[id_] = _facts(place, id_, sp)
         if numbers is not None:
             paragraphs[id_] = _numbers(place, id_, numbers)
+    if not answers:
+        raise DataError(f"{path}: holds no answers; expected at least one.")
     return Predictions(answers, facts, paragraphs)
 
 

@@ -1,10 +1,10 @@
-"""Reads question files, and data sets of the Hugging Face hub, in any layout that :mod:`layouts` knows.
+"""Reads question files, and data sets of the Hugging Face hub (:mod:`hub`), in any layout that :mod:`layouts` knows.
 
 The one idea: memory is bounded. Records pass one by one into an Arrow file in the cache, and questions are made of its
 rows when they are asked for; a small file is held as it is.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from itertools import islice
@@ -14,7 +14,8 @@ from typing import Any, overload
 import numpy as np
 import pyarrow as pa
 
-from rllib_mhgpo.data.cache import SMALL, cached_table, write_arrow
+from rllib_mhgpo.data.cache import SMALL, cached_table, kept_table, write_arrow
+from rllib_mhgpo.data.hub import HUB, hub_records, open_hub
 from rllib_mhgpo.data.layouts import to_question
 from rllib_mhgpo.data.questions import Question, Questions, checked_questions, encode_question, fingerprint_of
 from rllib_mhgpo.data.records import iterate_records
@@ -33,8 +34,6 @@ _SCHEMA = pa.schema(
         "evidence": pa.list_(pa.int64()),
     }
 )
-#: How a data set of the Hugging Face hub begins.
-HUB = "hf:"
 _BATCH = 1024
 _FINGERPRINT = b"fingerprint"
 
@@ -44,8 +43,8 @@ def load_questions(
 ) -> Questions:
     """Reads questions of HotpotQA, 2WikiMultihopQA, MuSiQue, FlashRAG or plain question/answer records.
 
-    JSON array or JSONL, plain or compressed. ``hf:OWNER/NAME``, ``hf:OWNER/NAME/CONFIG``, and either with ``:SPLIT``,
-    is a data set of the Hugging Face hub, where ``datasets`` is installed. Where no record has an id, records are
+    JSON array or JSONL, plain or compressed. ``hf:OWNER/NAME``, ``hf:OWNER/NAME/CONFIG`` or ``hf:FOLDER``, each also
+    with ``:SPLIT``, is what the package ``datasets`` reads; see :mod:`hub`. Where no record has an id, records are
     numbered from "0".
 
     Args:
@@ -67,17 +66,25 @@ def load_questions(
 
 
 def _load(path: Path, name: str, require_context: bool) -> Questions:
+    kind = "questions" if require_context else "questions-alone"
     if name.startswith(HUB):
-        return _checked(_from_hub(name), name, require_context)
-    if not path.is_file() or path.stat().st_size < SMALL:
-        return _checked(iterate_records(path), str(path), require_context)
+        rows, state = open_hub(name)
+        table = kept_table(name, [name, state], kind, _writer(lambda: hub_records(name, rows), name, require_context))
+    elif path.is_file() and path.stat().st_size >= SMALL:
+        table = cached_table(path, kind, _writer(lambda: iterate_records(path), name, require_context))
+    else:
+        return _checked(iterate_records(path), name, require_context)
+    return Questions.trusted(_Rows(table), name, table.schema.metadata[_FINGERPRINT].decode())
 
+
+def _writer(
+    read: Callable[[], Iterator[tuple[str, Any]]], source: str, require_context: bool
+) -> Callable[[Path], None]:
     def write(place: Path) -> None:
-        placed = _placed(iterate_records(path), require_context)
-        _write(place, (question for _, question in checked_questions(placed, str(path))))
+        placed = _placed(read(), require_context)
+        _write(place, (question for _, question in checked_questions(placed, source)))
 
-    table = cached_table(path, "questions" if require_context else "questions-alone", write)
-    return Questions.trusted(_Rows(table), str(path), table.schema.metadata[_FINGERPRINT].decode())
+    return write
 
 
 def _checked(records: Iterable[tuple[str, Any]], source: str, require_context: bool) -> Questions:
@@ -150,18 +157,3 @@ def _write(place: Path, questions: Iterator[Question]) -> None:
             yield pa.RecordBatch.from_pylist(list(map(_row, block)), schema=_SCHEMA)
 
     write_arrow(place, batches(), _SCHEMA, lambda: {_FINGERPRINT: digest.hexdigest().encode()})
-
-
-def _from_hub(name: str) -> Iterator[tuple[str, Any]]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise DataError(f"{name}: needs the package datasets (pip install datasets).") from error
-    path, _, split = name.removeprefix(HUB).partition(":")
-    *owner, last = path.split("/")
-    config = last if len(owner) == 2 else None
-    try:
-        rows = load_dataset("/".join(owner) if config else path, config, split=split or "train")
-    except Exception as error:  # whatever the hub, the network or the data set's own files say
-        raise DataError(f"{name}: the data set cannot be loaded: {error}") from error
-    return ((f"{name}: record {number}", row) for number, row in enumerate(rows, start=1))

@@ -4,7 +4,7 @@ Knows JSON, not questions. The one idea: the file is read record by record in bo
 is named with its record and line; which of the two forms it has is told by its content, never by its name.
 """
 
-import json
+from collections import Counter
 from collections.abc import Iterator
 from json import JSONDecodeError, JSONDecoder
 from pathlib import Path
@@ -15,9 +15,20 @@ from rllib_mhgpo.errors import DataError
 
 #: The longest single JSON value that is spread over many lines, in characters: it is held whole.
 MAX_WHOLE = 1 << 29
-_decoder = JSONDecoder()
 _SPACE = " \n\r\t"
 _LONGEST_NUMBER = 32  # characters; nearer to the edge of what was read, a number may go on
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys all stand once: which of two values was meant, nobody can tell."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!a} twice in one object")
+    return value
+
+
+_decoder = JSONDecoder(object_pairs_hook=_object)
 
 
 def iterate_records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -139,7 +150,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     for record, (number, line) in enumerate(filled, start=1):
         place = f"{path}: record {record} (line {number})"
         try:
-            value = json.loads(line)
+            value = _decoder.decode(line)
         except JSONDecodeError as error:
             is_last = next(filled, None) is None
             if record == 1 and not is_last:
@@ -161,7 +172,7 @@ def _whole(path: Path, place: str, first: JSONDecodeError) -> Any:
             raise DataError(f"{path}: one JSON value of more than {MAX_WHOLE:,} characters. Write one record a line.")
     text = "".join(pieces)
     try:
-        return json.loads(text)
+        return _decoder.decode(text)
     except JSONDecodeError as error:
         cut_short = error.pos >= len(text.rstrip())
         error = error if cut_short else first

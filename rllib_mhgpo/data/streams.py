@@ -22,6 +22,15 @@ MAX_RECORD = 64 << 20
 _EXPANSION = 200  # text shrinks to a tenth, seldom to a fiftieth
 _FREE = 16 << 20  # bytes that may expand as they like
 
+#: How files begin that hold no text of their own, what they are, and what to do.
+_OTHERS = {
+    b"PK\x03\x04": ("a ZIP archive", "Unpack it."),
+    b"\xfd7zXZ": ("an xz file", "Unpack it."),
+    b"7z\xbc\xaf": ("a 7z archive", "Unpack it."),
+    b"PAR1": ("a Parquet file", "Give its folder to the package datasets: hf:FOLDER."),
+    b"ARROW1": ("an Arrow file", "Give the file that it was made of."),
+    b"version https://git-lfs": ("the address of a file in Git LFS", "Fetch the file itself: git lfs pull."),
+}
 _OPENERS: dict[bytes, Callable[[BinaryIO], Any]] = {
     b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw),
     b"BZh": bz2.BZ2File,
@@ -85,6 +94,8 @@ def _decoded(path: Path, file: Any, packed: BinaryIO | None) -> Iterator[str]:
     while True:
         block = file.read(CHUNK)
         size += len(block)
+        if size == len(block):
+            _check_kind(path, block)
         if packed is not None and size > max(_FREE, _EXPANSION * packed.tell()):
             raise DataError(
                 f"{path}: {packed.tell():,} compressed bytes expand to more than {size:,}; expected text, which"
@@ -102,3 +113,12 @@ def _decoded(path: Path, file: Any, packed: BinaryIO | None) -> Iterator[str]:
             yield text
         if not block:
             return
+
+
+def _check_kind(path: Path, head: bytes) -> None:
+    """Refuses archives and binary files by their kind, so that the advice is to unpack them, not to mend their text."""
+    kind = next((kind for magic, kind in _OTHERS.items() if head.startswith(magic)), None)
+    if head[257:262] == b"ustar":
+        kind = ("a tar archive", "Unpack it.")
+    if kind:
+        raise DataError(f"{path}: expected text, found {kind[0]}. {kind[1]}")

