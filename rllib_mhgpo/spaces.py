@@ -13,20 +13,23 @@ class TokenSequence(gym.Space[Tokens]):
     """Sequences of 0 to ``max_length`` token ids, each below ``vocab_size``.
 
     An element is a one-dimensional integer array of its own length; nothing is padded. Two spaces are equal when
-    their bounds are, so that several agents can share one policy.
+    their bounds are, so that several agents can share one policy. Samples have at most ``sample_length`` tokens.
     """
 
-    def __init__(self, vocab_size: int, max_length: int, seed: int | None = None) -> None:
+    def __init__(
+        self, vocab_size: int, max_length: int, seed: int | None = None, sample_length: int | None = None
+    ) -> None:
         if vocab_size < 1 or max_length < 1:
             raise ValueError(f"expected vocab_size and max_length of at least 1, found {vocab_size} and {max_length}")
         self.vocab_size, self.max_length = vocab_size, max_length
+        self.sample_length = min(max_length, sample_length or max_length)
         super().__init__(shape=None, dtype=np.int32, seed=seed)
 
     def sample(self, mask: Any = None, probability: Any = None) -> Tokens:
         """Draws a length uniformly, then that many ids uniformly; masks are not supported."""
         if mask is not None or probability is not None:
             raise ValueError("TokenSequence.sample takes no mask and no probability")
-        length = int(self.np_random.integers(self.max_length + 1))
+        length = int(self.np_random.integers(self.sample_length + 1))
         return self.np_random.integers(self.vocab_size, size=length, dtype=np.int32)
 
     def contains(self, x: Any) -> bool:

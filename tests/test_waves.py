@@ -262,5 +262,8 @@ def test_token_sequences_as_a_space() -> None:
     assert space != TokenSequence(10, 5)
     assert all(space.contains(space.sample()) for _ in range(50))
     assert {len(space.sample()) for _ in range(50)} == set(range(5))
+    short = TokenSequence(10, 4, seed=0, sample_length=2)
+    assert {len(short.sample()) for _ in range(50)} == set(range(3))
+    assert short == space
     for wrong in ([10], [-1], [1.5], [[1]], [1] * 5):
         assert not space.contains(np.array(wrong))

@@ -55,7 +55,8 @@ class TokenEnv(AECEnv):
         self.possible_agents = list(agents)
         self.agents: list[str] = []
         self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
-        self._space = TokenSequence(len(self.tokenizer), max(max_prompt_tokens, max_response_tokens))
+        longest = max(max_prompt_tokens, max_response_tokens)  # what is written for a policy may be longer than it says
+        self._space = TokenSequence(len(self.tokenizer), longest, sample_length=max_response_tokens)
         self.timings: dict[str, float] = {}
         self.render_mode: str | None = None
         self.np_random = np.random.default_rng()
