@@ -229,7 +229,7 @@ def test_critic_and_reference_are_spread_like_the_policy(mappo: Make, tmp_path: 
 
     def share_held(learner: Any) -> list[float]:
         held = []
-        for model in (learner._policy().llm, learner.reference, learner.module["critic"].llm):
+        for model in (learner.policy.module.llm, learner.policy.reference, learner.module["critic"].llm):
             parameters = list(model.parameters())
             held.append(sum(p.ds_tensor.numel() for p in parameters) / sum(p.ds_numel for p in parameters))
         return held

@@ -120,7 +120,7 @@ def test_what_a_learner_declares_is_what_it_sends(make: Make) -> None:
     from vllm.distributed.weight_transfer import VLLMWeightSyncClient
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerWeightTransferEngine
 
-    policy = make(evaluation_interval=None).learner_group._learner._policy()
+    policy = make(evaluation_interval=None).learner_group._learner.policy.module
     source: Any = LearnerWeights(policy)
     sent = dict(NCCLTrainerWeightTransferEngine._checked_iter(source, source.metadata()))
     own = dict(policy.llm.named_parameters())
