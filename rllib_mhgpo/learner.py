@@ -129,13 +129,15 @@ class LLMLearner(TorchLearner):
         old_logprobs = self.old_logprobs(batch)
         before = self.sums_before(batch, old_logprobs) if batch.previous is not None else np.zeros(0)
         first_pass: dict[str, NDArray[np.float64]] = {}
+        opposing = np.array([agent in self.config.opponents for agent in batch.agents] or [False] * len(batch))
         for epoch in range(self.config.num_epochs):
             factors = np.ones(len(batch))
             for step in range(self._num_steps(batch)):
                 mine = batch.steps == step
                 found = self._make_step(batch.weighted(factors), self._step_rows(batch, step), old_logprobs)
                 if batch.previous is not None:
-                    moved = np.where(mine, self.log_sums(batch, mine) - before, 0.0)
+                    moving = mine & ~opposing  # whoever plays an opponent's part has not moved
+                    moved = np.where(moving, self.log_sums(batch, moving) - before, 0.0)
                     factors *= np.exp(along_trajectories(moved, batch.previous))
                 beside = np.flatnonzero(mine & (batch.weights != 0))
                 for rows, numbers in (*found, (beside, self.step_beside(batch, beside))):
@@ -309,7 +311,7 @@ class LLMLearner(TorchLearner):
     def shards(self) -> dict[str, NDArray[Any]]:
         """Returns this learner's parts of the sharded optimisers, by module and name."""
         return {
-            f"{module_id}.{name}": array
+            f"{module_id}/{name}": array
             for module_id, parallel in self.parallel.items()
             if isinstance(parallel, ZeroShard)
             for name, array in parallel.state().items()
@@ -319,7 +321,7 @@ class LLMLearner(TorchLearner):
         """Takes what :meth:`shards` returned on this learner."""
         for module_id, parallel in self.parallel.items():
             if isinstance(parallel, ZeroShard):
-                start = f"{module_id}."
+                start = f"{module_id}/"
                 mine = {name.removeprefix(start): shards[name] for name in shards if name.startswith(start)}
                 parallel.load_state(mine)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rllib_mhgpo.engines import Completion, HFEngine, Prompt
 from rllib_mhgpo.engines.hf import draw
@@ -173,3 +173,11 @@ def test_nothing_is_remembered_of_other_weights() -> None:
         np.testing.assert_allclose(
             completion.logprobs, plain_logprobs(model, prompt.ids, completion.ids, 1.0), atol=1e-4
         )
+
+
+def test_a_model_without_keys_and_values_is_refused() -> None:
+    """One whose layers keep states: the engine would go on from nothing."""
+    config = AutoConfig.for_model("mamba", vocab_size=258, hidden_size=32, num_hidden_layers=2, state_size=4)
+    engine = HFEngine(AutoModelForCausalLM.from_config(config).eval(), eos_ids=[EOS])
+    with pytest.raises(ModelError, match="MambaForCausalLM keeps no keys and values"):
+        engine.generate([Prompt(ids(*range(9)), [1, 2], 6)], 1.0)

@@ -64,11 +64,12 @@ def test_what_datasets_saved_is_what_a_file_holds(tmp_path: Path, record: dict[s
         made.save_to_disk(str(folder))
     else:
         datasets.DatasetDict({"validation": made}).save_to_disk(str(folder))
-    read = load_questions(f"hf:{folder}:validation")
+    name = f"hf:{folder}" if how == "disk" else f"hf:{folder}:validation"
+    read = load_questions(name)
     plain = load_questions(write_file(tmp_path / "plain.jsonl", *rows))
     assert list(read) == list(plain)
     assert read.fingerprint == plain.fingerprint
-    assert [q.id for q in load_questions(f"hf:{folder}:validation", limit=1)] == [record[key]]
+    assert [q.id for q in load_questions(name, limit=1)] == [record[key]]
     assert len(load_corpus(tmp_path / "plain.jsonl")) == 2
 
 
@@ -126,3 +127,16 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     datasets.DatasetDict({"dev": datasets.Dataset.from_list([HOTPOT])}).save_to_disk(str(tmp_path / "splits"))
     with pytest.raises(DataError, match="it has no split 'test', but 'dev'"):
         load_questions(f"hf:{tmp_path / 'splits'}:test")
+    datasets.Dataset.from_list([HOTPOT]).save_to_disk(str(tmp_path / "whole"))
+    with pytest.raises(DataError, match="one data set without splits, so that 'dev' names nothing"):
+        load_questions(f"hf:{tmp_path / 'whole'}:dev")
+
+
+def test_what_one_paragraph_does_not_have_is_no_null(tmp_path: Path) -> None:
+    first, *others = MUSIQUE["paragraphs"]
+    short = {key: value for key, value in first.items() if key != "idx"}
+    rows = [MUSIQUE, {**MUSIQUE, "id": "second", "paragraphs": [short, *others]}]
+    folder = tmp_path / "set"
+    folder.mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(str(folder / "train.parquet"))
+    assert list(load_questions(f"hf:{folder}")) == list(load_questions(write_file(tmp_path / "plain.jsonl", *rows)))

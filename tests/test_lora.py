@@ -90,7 +90,7 @@ def test_a_merged_adapter_is_sent_as_the_weights_of_the_plain_model(toy_folder: 
         for name, array in (sent := dict(module.weights())).items():
             own[name].copy_(torch.from_numpy(array))
     assert sent.keys() == own.keys()
-    assert torch.allclose(logits(plain), logits(module.llm), atol=1e-4)
+    assert torch.allclose(logits(plain), logits(module.llm), atol=1e-3)  # merged weights are rounded once more
     assert not torch.allclose(logits(plain), before, atol=1e-2)
 
 

@@ -20,7 +20,7 @@ from rllib_mhgpo.algorithms.llm_algorithm import LLMAlgorithm
 from rllib_mhgpo.algorithms.mappo import MAPPOConfig
 from rllib_mhgpo.algorithms.mhgpo import MHGPO, MHGPOConfig
 from rllib_mhgpo.algorithms.objective import PolicyLearner
-from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.errors import CheckpointError, ConfigError
 from rllib_mhgpo.spaces import TokenSequence
 from rllib_mhgpo.train_batch import TrainBatch
 from tests.rig import row
@@ -169,6 +169,26 @@ def test_roles_in_turn_carry_the_ratio_of_another_policys_role(
     assert np.array(ratios)[[1, 3]] == pytest.approx(1, abs=1e-5)
     assert max(abs(np.array(ratios)[[0, 2]] - 1)) > 1e-2
     assert seen[1][[1, 3]] == pytest.approx(np.asarray(chained.advantages)[[1, 3]] * np.array(ratios)[[0, 2]], rel=1e-4)
+
+
+def test_roles_in_turn_do_not_carry_the_ratio_of_an_opponent(toy_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What chance or a person's function said has log-probability 0 here, and has not moved."""
+    learner = make_learner(toy_folder, kl_beta=0.0, opponents={"a": "random"})
+    lengths = [(5, 3), (9, 2), (4, 4), (8, 5)]
+    batch = make_batch(
+        lengths, agents=list("abab"), steps=np.array([0, 1, 0, 1]), previous=np.array([-1, 0, -1, 2]),
+        weights=np.array([0.0, 1 / 4, 0.0, 1 / 10]), logprobs=[np.zeros(size, np.float32) for _, size in lengths],
+    )  # fmt: skip
+    seen: list[np.ndarray] = []
+    accumulate = learner.accumulate
+
+    def watched(batch: TrainBatch, rows: np.ndarray, *more: Any) -> Any:
+        seen.append(np.asarray(batch.advantages))
+        return accumulate(batch, rows, *more)
+
+    monkeypatch.setattr(learner, "accumulate", watched)
+    update(learner, batch)
+    assert seen[-1][[1, 3]] == pytest.approx(np.asarray(batch.advantages)[[1, 3]])
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
@@ -353,6 +373,12 @@ def test_rllibs_own_ways_of_asking(config: Callable[..., MHGPOConfig], tmp_path:
         ({"policies": ["a"], "policy_mapping": {"rewriter": "b"}}, r"rewriter follows 'b', but policies has \['a'\]"),
         ({"policy_mapping": {"rewriter": "b"}}, r"rewriter follows 'b', but policies has \[\]"),
         ({"policies": ["a"], "engine": "vllm"}, "policies: an engine vllm holds the weights of one policy"),
+        ({"policies": {"a": {"lora": True}}}, "policies.a: lora: expected keys and values, or null, found True"),
+        ({"policies": {"a": {"llm": None}}}, "policies.a: llm: expected a name or folder, found None"),
+        ({"policies": {"a": {"lora": {"send": "merged"}}}}, "policies.a: lora.send: merged needs engine: vllm"),
+        ({"policy_mapping_fn": str}, "policy_mapping_fn: found beside no policies"),
+        ({"policies": ["a"], "policy_mapping": {"x": "a"}, "policy_mapping_fn": str}, "beside policy_mapping"),
+        ({"policies": {"a": PolicySpec(policy_class=str)}}, r"policies.a: .* found \['policy_class'\]"),
     ],
 )
 def test_policies_that_cannot_be_are_refused(config: Callable[..., MHGPOConfig], changes: Any, said: str) -> None:
@@ -367,6 +393,17 @@ def test_a_mapping_must_fit_the_agents(make: Make) -> None:
         make(policies=["a", "idle"], policy_mapping=dict.fromkeys(AGENTS, "a"))
     with pytest.raises(ConfigError, match=r"policy_mapping: no agents \['writer'\]"):
         make(policies=["a"], policy_mapping={**dict.fromkeys(AGENTS, "a"), "writer": "a"})
+    turns = iter("ab" * 1000)
+    with pytest.raises(ConfigError, match=r"policy_mapping_fn: names other policies for .*when asked again"):
+        make(policies=["a", "b"], policy_mapping_fn=lambda agent, episode: next(turns))
+
+
+def test_a_checkpoint_of_other_policies_is_refused(make: Make, tmp_path: Path) -> None:
+    path = make().save_to_path(tmp_path / "checkpoint")
+    with pytest.raises(
+        CheckpointError, match=r"of the policies \['answerer', 'reranker', 'rewriter'\], found \['default_p"
+    ):
+        make(policies=AGENTS).restore_from_path(path)
 
 
 def test_one_critic_reads_what_all_policies_read(config: Callable[..., Any], toy_folder: Path, tmp_path: Path) -> None:

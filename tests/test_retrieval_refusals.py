@@ -17,6 +17,7 @@ from rllib_mhgpo.data import Corpus
 from rllib_mhgpo.errors import ConfigError, RetrievalError
 from rllib_mhgpo.retrieval import approximate as ann
 from rllib_mhgpo.retrieval import build_retriever, open_retriever, save_retriever
+from rllib_mhgpo.retrieval.build import peek_retriever
 from rllib_mhgpo.retrieval.building import _mapped, build_index
 from rllib_mhgpo.retrieval.hf_encoder import HFEncoder
 from rllib_mhgpo.retrieval.http import HttpRetriever
@@ -37,6 +38,10 @@ PAGES = Corpus.from_passages([("A", "red a"), ("B", "blue b")])
         (None, "expected a name, a folder"),
         (["tfidf"], "expected a name, a folder"),
         ({"hybrid": [None, "bm25"]}, "expected a name, a folder"),
+        ({"hybrid": None}, "hybrid: expected a list of retrievers, found None"),
+        ({"hybrid": "tfidf"}, "hybrid: expected a list of retrievers, found 'tfidf'"),
+        ({"hybrid": ["tfidf", {"encoder": "bm25", "foo": 1}]}, "unknown key 'foo'"),
+        ({"encoder": 5}, "encoder: expected a name, a folder or an address, found 5"),
         ({"cache_size": True}, "cache_size: expected a number"),
         ({"encoder": "x", "batch_size": 0}, "batch_size: expected a whole number of at least 1, found 0"),
         ({"encoder": "x", "max_tokens": True}, "max_tokens: expected a whole number"),
@@ -51,6 +56,12 @@ PAGES = Corpus.from_passages([("A", "red a"), ("B", "blue b")])
 def test_refused_values(spec: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build_retriever(PAGES, spec)
+
+
+@pytest.mark.parametrize("spec", [{"hybrid": None}, {"hybrid": "tfidf"}, {"hybrid": [3]}, {"encoder": 5}])
+def test_a_first_look_refuses_what_a_run_does(spec: Any) -> None:
+    with pytest.raises(ConfigError, match="expected a"):
+        peek_retriever(spec)
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -192,6 +192,20 @@ def find_checkpoint(path: Path) -> Path:
             f" found {'neither' if path.exists() else 'nothing there'}."
         )
     return found[-1].parent
+
+
+def check_names(folder: Path, names: Sequence[str]) -> None:
+    """Refuses a checkpoint of other policies.
+
+    Raises:
+        CheckpointError: both lists.
+    """
+    held = [path.name for path in (folder / MODULES).glob("*") if path.is_dir() and path.name != "critic"]
+    if held and set(held) != set(names):
+        raise CheckpointError(
+            f"{folder}: expected a checkpoint of the policies {sorted(names)}, found {sorted(held)}; restore with the "
+            "policies of the run that wrote it."
+        )
 
 
 def policy_source(source: str, agent: str) -> str:

@@ -134,7 +134,9 @@ def assemble(config: LLMConfig, llms: Mapping[str, str], env_config: Mapping[str
     ``env_config`` is the configuration's before keys of it were replaced.
     """
     context = min(config.context_of(llm) for llm in llms.values())
-    env = config.make_env(load_tokenizer(next(iter(llms.values()))), context)
+    # prompts are made with the tokenizer of llm, as in training, where a policy has it
+    usual = [llm for name, llm in llms.items() if config.get_config_for_module(name).llm == config.llm]
+    env = config.make_env(load_tokenizer([*usual, *llms.values()][0]), context)
     engines = {name: _engine(llm, config.get_config_for_module(name)) for name, llm in llms.items()}
     return System(env, config.cast(engines, env.possible_agents).at(0), config, context, env_config)
 

@@ -28,6 +28,7 @@ from rllib_mhgpo.algorithms.checkpoints import (
     MODULES,
     SHARDS,
     check_facts,
+    check_names,
     check_shards,
     damage,
     last_whole,
@@ -358,6 +359,7 @@ class LLMAlgorithm(Algorithm):
         if "component" not in kwargs and (fault := damage(Path(path))):
             raise CheckpointError(f"{path}: the checkpoint is damaged: {fault}. Restore the one before.")
         check_facts(Path(path), self._facts)
+        check_names(Path(path), self.config.policy_names)
         super().restore_from_path(path, *args, **kwargs)
         if not all(self.learners.each(lambda learner: learner.is_restored)):
             raise CheckpointError(f"{path}: a learner could not restore its part of the checkpoint; its log says why.")

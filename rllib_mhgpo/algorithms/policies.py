@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.policy import PolicySpec
 
+from rllib_mhgpo.algorithms.scale_checks import check_adapters
 from rllib_mhgpo.errors import ConfigError, did_you_mean
 from rllib_mhgpo.llms import load_tokenizer
 from rllib_mhgpo.llms.lora import lora_settings
@@ -32,11 +33,20 @@ def given_policies(policies: Any) -> Any:
     ({'a': {}, 'b': {}}, {'a': {}, 'b': {'lr': 0.1}})
     """
     if isinstance(policies, Mapping):
-        specs = {name: spec.config if isinstance(spec, PolicySpec) else spec for name, spec in policies.items()}
+        specs = {name: _own(name, spec) if isinstance(spec, PolicySpec) else spec for name, spec in policies.items()}
         return {name: {} if spec is None else spec for name, spec in specs.items()}
     if isinstance(policies, list | tuple | set | frozenset):
         return {name: {} for name in (sorted(policies) if isinstance(policies, set | frozenset) else policies)}
     return policies
+
+
+def _own(name: str, spec: PolicySpec) -> Any:
+    given = [key for key in ("policy_class", "observation_space", "action_space") if getattr(spec, key) is not None]
+    if given:
+        raise ConfigError(
+            f"config: policies.{name}: a policy may have its own {', '.join(OWN)} (config), found {given}."
+        )
+    return spec.config
 
 
 def policy_followed(config: "LLMConfig", agent: str) -> str:
@@ -55,6 +65,9 @@ def check_policies(config: "LLMConfig") -> None:
     Raises:
         ConfigError: which policy and key, and what to do.
     """
+    if config.policy_mapping_fn is not None and (config.policy_mapping or not config.policies):
+        beside = "policy_mapping, which says the same" if config.policy_mapping else "no policies, which it would name"
+        raise ConfigError(f"config: policy_mapping_fn: found beside {beside}; leave one out or give the other.")
     for name, own in config.policies.items():
         _check_policy(config, name, own)
     strangers = {policy: agent for agent, policy in config.policy_mapping.items() if policy not in config.policies}
@@ -78,16 +91,22 @@ def _check_policy(config: "LLMConfig", name: str, own: dict[str, Any]) -> None:
         if key not in OWN:
             hint = did_you_mean(key, OWN)
             raise ConfigError(f"{place}: a policy may have its own {', '.join(OWN)}, found {key!r}.{hint}")
-    if own.get("lora") is not None:
-        own["lora"] = lora_settings(own["lora"])
-    its = config.get_config_for_module(name)
+    for key, kind, wanted in (("llm", str, "a name or folder"), ("lora", Mapping | None, "keys and values, or null")):
+        if key in own and not isinstance(own[key], kind):
+            raise ConfigError(f"{place}: {key}: expected {wanted}, found {own[key]!r}.")
+    try:
+        if own.get("lora") is not None:
+            own["lora"] = lora_settings(own["lora"])
+        its = config.get_config_for_module(name)
+        if its.lora is not None:
+            check_adapters(its)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("config:", f"{place}:", 1)) from error
     if (its.lora or {}).get("adapters"):
         raise ConfigError(
             f"{place}: lora.adapters: adapters of roles belong to one policy for all; leave policies out, or give each "
             "policy its own lora."
         )
-    if its.lora is not None and config.reference_refresh:
-        raise ConfigError("config: reference_refresh: with lora the reference is the model without adapters.")
     if not isinstance(its.lr, list) and not (isinstance(its.lr, int | float) and 0 <= its.lr < float("inf")):
         raise ConfigError(f"{place}: lr: expected a number of at least 0 or a schedule, found {its.lr!r}.")
     if its.llm != config.llm and load_tokenizer(its.llm).get_vocab() != load_tokenizer(config.llm).get_vocab():
@@ -112,6 +131,8 @@ def check_followed(config: "LLMConfig", agents: Sequence[str]) -> None:
         raise ConfigError(f"config: policy_mapping: no agents {strangers}; agents: {list(agents)}.")
     if not config.policies:
         return
+    if restless := [agent for agent in agents if len({config.policy_of(agent) for _ in range(8)}) > 1]:
+        raise ConfigError(f"config: policy_mapping_fn: names other policies for {restless} when asked again; name one.")
     followed = followers(config, agents)
     for agent, policy in followed.items():
         if policy not in config.policies:

@@ -164,7 +164,7 @@ def _columns(iteration: Iteration, similar: NDArray[np.float64], mine: NDArray[n
     flat, credit, batch = iteration.flat, iteration.credit, iteration.batch
     acts, lengths = [flat.generations[row] for row in np.flatnonzero(mine)], response_lengths(flat)
     grouped, trained = mine & flat.trained, mine & iteration.updated
-    first_step = trained & (batch.steps == batch.steps.min(initial=0))
+    first_step = trained & (batch.steps == batch.steps[iteration.updated].min(initial=batch.steps.max(initial=0)))
     return {
         "num_generations": len(acts),
         **{name: _mean(credit[name][mine]) for name in ("reward", "reward_shared", "reward_specific")},

@@ -36,7 +36,7 @@ def _index(folder: Path, top_k: int) -> Finding:
     )
     if recall is not None:
         seen += f" finds {recall:.2f} of the nearest ten"
-    if top_k > count:
+    if isinstance(top_k, int) and top_k > count:
         return Finding("index", "warn", f"{seen}; top_k {top_k}", f"lower env_config.top_k to at most {count}")
     if recall is not None and recall < LEAST_RECALL:
         remedy = "build it with another --index (docs/data.md); rllib index recall measures it"

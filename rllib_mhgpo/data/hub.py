@@ -32,7 +32,7 @@ def open_hub(name: str) -> tuple[Any, str]:
         raise DataError(f"{name}: expected {HUB}OWNER/NAME or {HUB}FOLDER, found no name.")
     folder = Path(target).expanduser()
     try:
-        rows = _open(datasets, target, folder, split or "train")
+        rows = _open(datasets, target, folder, split)
     except Exception as error:  # whatever the hub, the network or the data set's own files say
         cause = error.__cause__ or error  # "an error occurred while generating" says nothing
         told = " ".join(str(cause).split())[:400].rstrip(".") or type(cause).__name__
@@ -48,7 +48,11 @@ def hub_records(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 def _open(datasets: Any, target: str, folder: Path, split: str) -> Any:
     if (folder / "state.json").is_file():
-        return datasets.load_from_disk(str(folder))
+        rows = datasets.load_from_disk(str(folder))
+        if split and split != str(rows.split):
+            raise ValueError(f"it is one data set without splits, so that {split!r} names nothing; leave :{split} out")
+        return rows
+    split = split or "train"
     if (folder / "dataset_dict.json").is_file():
         splits = datasets.load_from_disk(str(folder))
         if split not in splits:
@@ -62,9 +66,10 @@ def _open(datasets: Any, target: str, folder: Path, split: str) -> Any:
     return datasets.load_dataset(*(("/".join(owner), last) if len(owner) == 2 else (target,)), split=split)
 
 
-def _without_nulls(row: Any) -> Any:
-    if not isinstance(row, dict):
-        return row
-    return {
-        key: _without_nulls(value) if key == "metadata" else value for key, value in row.items() if value is not None
-    }
+def _without_nulls(value: Any) -> Any:
+    """``datasets`` gives every record the fields of all; what a record never had is null."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value

@@ -101,10 +101,10 @@ class HFEngine(Engine):
             [Row(owner, seed, p.max_tokens, p.stop) for seed in p.seeds]
             for owner, p in zip(owners, prompts, strict=True)
         ]
-        memory = self._memory(prompts)
+        memory, sharing = self._memory(prompts), self.sharing
         for batch in self._batches([row for group in rows for row in group], ids):
             with self._precision():
-                self._finish(batch, ids, temperature, memory)
+                self._finish(batch, ids, temperature, sharing, memory)
         return [[_completion(row) for row in group] for group in rows]
 
     @torch.no_grad()
@@ -146,13 +146,15 @@ class HFEngine(Engine):
             return None
         return self.memories[prompts[0].agent if self.act_as else ""]
 
-    def _finish(self, rows: list[Row], ids: list[Tokens], temperature: float, memory: Memory | None) -> None:
+    def _finish(
+        self, rows: list[Row], ids: list[Tokens], temperature: float, sharing: Sharing, memory: Memory | None
+    ) -> None:
         """Prefills the distinct prompts of the rows, then grows all rows until each has ended."""
         owners = list(dict.fromkeys(row.prompt for row in rows))
         steps = max(row.max_tokens for row in rows)
         place = {owner: i for i, owner in enumerate(owners)}
         owned = np.array([place[row.prompt] for row in rows])
-        state, logits = read_prompts(self.model, [ids[owner] for owner in owners], owned, steps, self.sharing, memory)
+        state, logits = read_prompts(self.model, [ids[owner] for owner in owners], owned, steps, sharing, memory)
         uniforms = np.stack([np.pad(row.uniforms(), (0, steps - row.max_tokens)) for row in rows])
         active = np.arange(len(rows))
         for step in range(steps):

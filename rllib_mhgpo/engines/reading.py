@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from rllib_mhgpo.engines.cache import Growing, RoomyLayer
+from rllib_mhgpo.errors import ModelError
 from rllib_mhgpo.modules.scoring import as_tensors, head_at, head_of, run_rows
 from rllib_mhgpo.packing import Ints, Rows, Sharing, ancestors, lay_out, plan, rectangle
 from rllib_mhgpo.spaces import Tokens
@@ -61,6 +62,7 @@ class Memory:
             return
         while done.size + sum(held.size for held in self.passes) > self.most_tokens:
             self._drop(self.passes.pop(0))
+        done = done._replace(logits=done.logits.new_empty(0))
         self.passes.append(done)
         for number, places in zip(done.prompts, done.places, strict=True):
             length = len(prompts[number])
@@ -156,6 +158,8 @@ def _read(model: PreTrainedModel, prompts: Sequence[Tokens], part: Rows, width: 
     tensors, cache = as_tensors(layout, model.device), DynamicCache(config=model.config)
     with head_at(head_of(model), tensors["before"], lambda forward, hidden: forward(hidden)):
         said = run_rows(model, tensors, cache)[0]
+    if any(layer.keys is None for layer in cache.layers):
+        raise _unkept(model)
     return Pass(part.sequences, cache.layers, said, ancestors(layout, width))
 
 
@@ -216,6 +220,13 @@ def _recalled(cache: DynamicCache, batch: Sequence[Extended], width: int, room: 
     return cache
 
 
+def _unkept(model: PreTrainedModel) -> ModelError:
+    return ModelError(
+        f"engine: {type(model).__name__} keeps no keys and values from which a response could go on; the engine hf "
+        "samples from models with attention in every layer. Take another llm."
+    )
+
+
 _NOTHING, _COUNTS = np.zeros(1, np.int32), np.ones(1, dtype=bool)
 """A response of one token, which is not read; it counts, so that the place before it is known."""
 
@@ -225,12 +236,13 @@ def _read_padded(
 ) -> tuple[DynamicCache, Tensor]:
     """For models whose caches are of another kind, or windows: prompts side by side, each in a row of its own."""
     tokens, attention, positions = (torch.from_numpy(array).to(model.device) for array in rectangle(prompts))
-    cache = DynamicCache(config=model.config)
     out = model(
-        input_ids=tokens, attention_mask=attention, position_ids=positions, past_key_values=cache, use_cache=True,
-        logits_to_keep=1,
+        input_ids=tokens, attention_mask=attention, position_ids=positions, use_cache=True, logits_to_keep=1,
+        past_key_values=DynamicCache(config=model.config),
     )  # fmt: skip
-    copies = torch.from_numpy(owners).to(model.device)
+    if getattr(out, "past_key_values", None) is None:
+        raise _unkept(model)
+    cache, copies = out.past_key_values, torch.from_numpy(owners).to(model.device)
     for number, layer in enumerate(cache.layers):
         layer.reorder_cache(copies)
         if type(layer) is DynamicLayer:

@@ -51,8 +51,9 @@ class Watch:
             return
         self.last, self.is_late = time.monotonic(), False
         ended, interruptible = threading.Event(), threading.current_thread() is threading.main_thread()
+        edge = threading.Lock()  # a call either has ended or is late
         before = signal.signal(signal.SIGALRM, self._raise) if interruptible else None
-        threading.Thread(target=self._wait, args=(ended, interruptible), daemon=True).start()
+        threading.Thread(target=self._wait, args=(ended, edge, interruptible), daemon=True).start()
         try:
             yield
         except Exception as error:
@@ -60,17 +61,25 @@ class Watch:
                 raise self._error() from error
             raise
         finally:
-            ended.set()
-            if interruptible:
-                signal.signal(signal.SIGALRM, before)
+            try:
+                if interruptible:
+                    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            finally:  # also where the alarm came just now
+                with edge:
+                    ended.set()
+                if interruptible:
+                    signal.signal(signal.SIGALRM, before)
 
-    def _wait(self, ended: threading.Event, interruptible: bool) -> None:
+    def _wait(self, ended: threading.Event, edge: threading.Lock, interruptible: bool) -> None:
         while (left := self.last + self.seconds - time.monotonic()) > 0:
             if ended.wait(left):
                 return
-        self.is_late = True
-        if interruptible:
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        with edge:
+            if ended.is_set():
+                return
+            self.is_late = True
+            if interruptible:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
         if not ended.wait(GRACE_S):
             log.critical("%s It does not come back; this process ends.", self._error())
             os._exit(1)

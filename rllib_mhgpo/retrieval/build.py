@@ -5,7 +5,7 @@ be chosen; whether it brings passages of its own is told by it alone.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,12 @@ def peek_retriever(spec: Any) -> None:
         ConfigError: for a specification that :func:`build_retriever` does not know.
         RetrievalError: for an index that cannot be used, as far as this shows it.
     """
-    for name in named_retrievers(_options(spec)):
+    options = _options(spec)
+    if "hybrid" in options:
+        for part in _parts(options):
+            peek_retriever(part)
+        return
+    for name in named_retrievers(options):
         folder = Path(name).expanduser()
         if is_index_folder(folder):
             check_files(folder, read_meta(folder), up_to=0)
@@ -108,7 +113,8 @@ def peek_retriever(spec: Any) -> None:
 def named_retrievers(spec: Any) -> Iterator[str]:
     """Yields the names, folders and addresses in a specification."""
     if isinstance(spec, Mapping):
-        for part in spec.get("hybrid", [spec.get("encoder", "tfidf")]):
+        parts = spec.get("hybrid", [spec.get("encoder", "tfidf")])
+        for part in parts if isinstance(parts, list | tuple) else ():
             yield from named_retrievers(part)
     elif isinstance(spec, str | Path):
         yield str(spec)
@@ -138,6 +144,8 @@ def _options(spec: Spec) -> dict[str, Any]:
     if not isinstance(spec, str | Path | Mapping):
         raise ConfigError(f"retriever: expected a name, a folder, an address or keys and values, found {spec!r}.")
     options: dict[str, Any] = {"encoder": spec} if isinstance(spec, str | Path) else dict(spec)
+    if not isinstance(options.get("encoder", ""), str | Path):
+        raise ConfigError(f"retriever: encoder: expected a name, a folder or an address, found {options['encoder']!r}.")
     for key in options:
         if key not in _KEYS:
             known = ", ".join(_KEYS)
@@ -176,11 +184,10 @@ def _from_folder(corpus: Corpus | None, folder: str, cache_size: int, options: d
 
 
 def _hybrid(corpus: Corpus | None, options: dict[str, Any]) -> BaseRetriever:
-    parts = options.pop("hybrid")
+    parts = _parts(options)
+    del options["hybrid"]
     cache_size = options.pop("cache_size", CACHE_SIZE)
     _only(options, "hybrid")
-    if not isinstance(parts, list | tuple):
-        raise ConfigError(f"retriever: hybrid: expected a list of retrievers, found {parts!r}.")
     retrievers = []
     for part in parts:
         retriever = build_retriever(corpus, part)
@@ -189,6 +196,13 @@ def _hybrid(corpus: Corpus | None, options: dict[str, Any]) -> BaseRetriever:
         retrievers.append(retriever)
         corpus = corpus or retriever.corpus
     return HybridRetriever(retrievers, cache_size)
+
+
+def _parts(options: Mapping[str, Any]) -> Sequence[Any]:
+    parts = options["hybrid"]
+    if not isinstance(parts, list | tuple):
+        raise ConfigError(f"retriever: hybrid: expected a list of retrievers, found {parts!r}.")
+    return parts
 
 
 def _ray_runs() -> bool:
