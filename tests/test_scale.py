@@ -128,7 +128,7 @@ def test_a_learner_killed_in_mid_update_ends_the_run_and_its_checkpoint_goes_on(
 
     def die_before_the_step(learner: Any) -> None:  # when its gradient is there, and the other waits for it
         if learner._learner_index == 1:
-            learner.step = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+            learner.step = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     first.learners.each(die_before_the_step)
     for _ in range(2):  # and whoever asks again is told the same
