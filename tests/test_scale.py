@@ -58,6 +58,28 @@ def test_the_questions_of_a_lost_runner_go_to_others(make: Make, how: signal.Sig
         assert equal(dict(ray.get(actor.apply.remote(lambda runner: list(runner.module.weights())))), mine)
 
 
+def test_a_new_runner_plays_against_the_past_of_the_others(make: Make) -> None:
+    algorithm = make(
+        num_env_runners=2, sample_timeout_s=30, evaluation_interval=None, opponents={"reranker": "past"},
+        opponent_refresh=10,
+    )  # fmt: skip
+    start = weights(algorithm)
+    row(algorithm)
+    pool = algorithm.pool
+    os.kill(processes(pool)[1], signal.SIGKILL)
+    row(algorithm)
+    for _, is_ready in list(pool._joining.values()):
+        ray.get(is_ready)
+    row(algorithm)
+    assert (len(pool._active), pool.num_replaced) == (2, 1)
+    for actor in pool._active.values():
+        past = ray.get(actor.apply.remote(lambda runner: runner.opponents.state()))
+        assert int(past.pop("period")) == 0
+        found = {name.removeprefix("reranker."): tensor.numpy() for name, tensor in past.items()}
+        assert all(np.array_equal(found[name], array) for name, array in start.items())
+    assert not equal(weights(algorithm), start)
+
+
 def test_questions_that_end_every_runner_end_the_run(make: Make) -> None:
     algorithm = make(num_env_runners=1, evaluation_interval=None)
 

@@ -187,7 +187,9 @@ class LLMAlgorithm(Algorithm):
             module = self.learner_group._learner.module
             self.env_runner.share_modules({name: module[name] for name in self.config.policy_names})
         self.learners = LearnerPool(self.learner_group, self.config.num_learners)
-        self.pool = RunnerPool(self.env_runner_group, self.config.sample_timeout_s, self.config.sample_ahead)
+        self.pool = RunnerPool(
+            self.env_runner_group, self.config.sample_timeout_s, self.config.sample_ahead, self._has_past
+        )
         facts = self.pool.first(lambda r: (list(r.env.possible_agents), r.num_roots("train"), r.num_roots("dev")))
         self.agents, self.num_roots, self.num_dev_roots = facts
         self._facts: dict[str, str] = self.pool.first(lambda r: dict(getattr(r.env.unwrapped, "fingerprints", {})))
@@ -346,7 +348,7 @@ class LLMAlgorithm(Algorithm):
             raise CheckpointError(f"{path}: a learner could not write its part of the checkpoint; its log says why.")
         for index in range(self.config.num_learners if self.config.zero_stage else 0):
             write_shard(Path(folder), index, self.learners.one(index, lambda learner: learner.shards()))
-        if PAST in self.config.opponents.values():
+        if self._has_past:
             write_past(Path(folder), self.pool.first(lambda runner: runner.opponents.state()))
         return folder
 
@@ -370,8 +372,12 @@ class LLMAlgorithm(Algorithm):
                 self.learners.one(index, partial(take_shards, shard))
         self._ahead = {}
         self._sync()
-        if PAST in self.config.opponents.values() and (past := read_past(Path(path))) is not None:
+        if self._has_past and (past := read_past(Path(path))) is not None:
             self.pool.each(lambda runner: runner.opponents.set_state(past))
+
+    @property
+    def _has_past(self) -> bool:
+        return PAST in self.config.opponents.values()
 
     # --- learners ------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class RunnerPool:
         group: local and remote runners.
         timeout_s: how long a runner may take for its roots, or for new weights.
         versions_apart: how far apart the weights of one batch's runners may be; 1 where batches are sampled ahead.
+        has_past: past policies play opponents; a new runner gets those that the others have.
         num_replaced: runners that were lost so far.
         republish: puts the weights where a new runner finds them, if they travel otherwise.
     """
@@ -59,6 +60,7 @@ class RunnerPool:
     group: EnvRunnerGroup
     timeout_s: float
     versions_apart: int = 0
+    has_past: bool = False
     num_replaced: int = 0
     published: Published | None = None
     republish: Callable[[], Published] | None = None
@@ -223,6 +225,9 @@ class RunnerPool:
                     self.published = self.republish()  # what went from GPU to GPU has passed it by
                 if self.published is not None:  # newer than what it was started with
                     _result(actor.apply.remote(partial(_receive, self.published)), self.timeout_s)
+                if self.has_past and self._active:
+                    past = next(iter(self._active.values())).apply.remote(lambda held: held.opponents.state())
+                    _result(actor.apply.remote(lambda new, state: new.opponents.set_state(state), past), self.timeout_s)
             except (RayActorError, GetTimeoutError, EngineError) as error:
                 failed += 1
                 log.warning("Env runner %d could not be started: %s", runner, str(error).splitlines()[0])
