@@ -102,7 +102,7 @@ def test_an_engine_that_hangs_ends_the_run_with_a_message(make: Make) -> None:
     """The worker process of the driver's own engine is stopped, as a lost GPU would stop it."""
     algorithm = make(**{**VLLM, "engine_config": {**VLLM["engine_config"], "distributed_executor_backend": "mp"}})
     row(algorithm)
-    algorithm.env_runner.policy.watch.seconds = 5.0
+    algorithm.env_runner.engine.watch.seconds = 5.0
     workers = [pid for pid, command in descendants(os.getpid()).items() if command.startswith("VLLM::Worker")]
     assert workers
     for worker in workers:
