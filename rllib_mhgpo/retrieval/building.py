@@ -103,8 +103,9 @@ def build_index(
         "factory": factory,
         "seed": seed,
     }
-    _begin(folder, plan)
+    _make(folder)
     with _alone(folder):
+        _begin(folder, plan)
         report("reading passages", 0, 0)
         corpus = _corpus(source, folder / CORPUS)
         if callable(encoder):
@@ -130,6 +131,15 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def _make(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise RetrievalError(f"{folder}: expected a new or empty folder, found a file. Choose another.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RetrievalError(f"{folder}: cannot be written: {error}. Choose a place with room.") from error
+
+
 def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
     if (folder / META).is_file():
         raise RetrievalError(f"{folder}: holds a whole index already. Remove it or choose another folder.")
@@ -142,12 +152,9 @@ def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
                     " remove the folder, or choose another."
                 )
         return
-    if folder.exists() and not folder.is_dir():
-        raise RetrievalError(f"{folder}: expected a new or empty folder, found a file. Choose another.")
-    if folder.exists() and any(folder.iterdir()):
+    if any(folder.iterdir()):
         raise RetrievalError(f"{folder}: expected a new or empty folder, found files in it. Choose another.")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / BUILDING, plan)
     except OSError as error:
         raise RetrievalError(f"{folder}: cannot be written: {error}. Choose a place with room.") from error
