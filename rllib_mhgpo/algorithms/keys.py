@@ -93,7 +93,7 @@ def _type_name(kind: Any) -> str:
         return _type_name(kind.__origin__)
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return " or ".join(repr(value) for value in inner)
+        return " or ".join(repr(value) if isinstance(value, str) else json.dumps(value) for value in inner)
     if origin in (Union, UnionType):
         return " or ".join(_type_name(part) for part in inner)
     name = "null" if kind is type(None) else getattr(origin or kind, "__name__", str(kind))
