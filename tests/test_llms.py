@@ -251,5 +251,5 @@ def test_smollm2_converts_and_knows_the_capital_of_france(tmp_path: Path, monkey
 
 
 def test_kernels_that_are_not_installed_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="attn_implementation: flash_attention_2 does not run .* Leave it out"):
+    with pytest.raises(ModelError, match=r"attn_implementation: flash_attention_2 does not run .* Leave it out"):
         load_model(str(save_toy(tmp_path)), attention="flash_attention_2")
