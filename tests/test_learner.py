@@ -25,8 +25,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_toy(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def make_learner(folder: Path, **settings: Any) -> PolicyLearner:
+def make_learner(folder: Path, framework: dict[str, Any] | None = None, **settings: Any) -> PolicyLearner:
     config = MHGPOConfig().training(**{"llm": str(folder), "lr": 1e-2, "kl_beta": 0.04, "grad_clip": None, **settings})
+    config.framework(**(framework or {}))
     learner = PolicyLearner(config=config, module_spec=multi_spec(config))
     learner.build()
     return learner
@@ -302,6 +303,20 @@ def test_offloading_keeps_the_inputs_of_layers_and_nothing_else_on_the_cpu(
     inputs = [shape for shape in kept if shape[-1:] == (width,)]
     assert len(inputs) == layers * len(learner.policy.micro.cut(batch, np.arange(len(batch))))
     assert sum(np.prod(shape) for shape in kept if shape not in inputs) < sum(map(np.prod, inputs)) / 10
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_have_the_same_gradient(folder: Path, checkpointing: bool) -> None:
+    """RLlib's key, on a backend that traces and generates no code."""
+    batch = make_batch()
+    expected = gradient(make_learner(folder), batch)
+    framework = {"torch_compile_learner": True, "torch_compile_learner_dynamo_backend": "eager"}
+    compiled = make_learner(folder, framework, gradient_checkpointing=checkpointing)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = gradient(compiled, batch)
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    assert torch.allclose(found, expected, atol=1e-6 * max(1, expected.abs().max().item()))
 
 
 def test_bfloat16_leaves_positions_as_they_are(folder: Path) -> None:

@@ -213,7 +213,7 @@ def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("kind", "checkpointing"), [("llama", False), ("qwen2", True)])
 def test_flex_attention_has_the_gradient_of_unpadded_rows(tmp_path: Path, kind: str, checkpointing: bool) -> None:
     """Rows of 40 and of 200 tokens: less than one of its blocks, and two."""
-    settings = {"gradient_checkpointing": checkpointing, "attn_implementation": "flex_attention"}
+    settings: dict[str, Any] = {"gradient_checkpointing": checkpointing, "attn_implementation": "flex_attention"}
     folder, batch = save_toy(tmp_path, kind), tree_batch()
     long = np.random.default_rng(1).integers(0, 256, 170).astype(np.int32)
     batch = TrainBatch(**{**vars(batch), "prompts": [np.concatenate([long, batch.prompts[0]]), *batch.prompts[1:]]})

@@ -55,6 +55,8 @@ def check_scale(config: "LLMConfig") -> None:
         raise ConfigError("config: reference_refresh: a reference that follows is not sharded; use zero_stage 2.")
     if len(given) > 1 and not config.zero_stage:
         raise ConfigError("config: deepspeed: offloading and DeepSpeed's own keys need a zero_stage of 1 to 3.")
+    if config.torch_compile_learner and config.zero_stage == 3:
+        raise ConfigError("config: torch_compile_learner: ZeRO-3 gathers layers in hooks; use a zero_stage below 3.")
     share, strategy = config.num_gpus_per_learner, config.placement_strategy
     if config.num_learners > 1 and 0 < share <= 0.5 and "SPREAD" not in strategy:
         raise ConfigError(

@@ -162,6 +162,20 @@ class LLMRLModule(TorchRLModule):
         context: contextlib.AbstractContextManager[Any] = self.llm.disable_adapter()
         return context
 
+    def compile(self, compile_config: Any) -> None:
+        """Compiles the layers, which are alike, one by one, where RLlib would compile whole forward passes.
+
+        Args:
+            compile_config: what ``torch_compile_learner`` and the keys beside it say.
+        """
+        for layer in self._layers():
+            layer.compile(
+                backend=compile_config.torch_dynamo_backend, mode=compile_config.torch_dynamo_mode, dynamic=True
+            )
+
+    def _layers(self) -> list[torch.nn.Module]:
+        return [layer for layer in self.llm.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
     def checkpoint_gradients(self, offload: bool = False) -> None:
         """Keeps no activations inside layers, which are computed again in the backward pass.
 
@@ -169,7 +183,7 @@ class LLMRLModule(TorchRLModule):
             offload: keep the layers' inputs in the CPU's memory.
         """
         self.llm.gradient_checkpointing_enable({"use_reentrant": False})
-        self.recomputed = [layer for layer in self.llm.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        self.recomputed = self._layers()
         for layer in self.recomputed if offload else ():
             function: Any = layer._gradient_checkpointing_func
             layer._gradient_checkpointing_func = _keeping_inputs_on_cpu(function)  # type: ignore[assignment]
