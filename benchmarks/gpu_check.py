@@ -63,6 +63,47 @@ def training(folder: Path, engine: str, iterations: int = 3) -> dict[str, Any]:
     }
 
 
+def kernels(folder: Path, prompt: int = 2000, group: int = 8, response: int = 32, times: int = 4) -> dict[str, Any]:
+    """Computes rows that branch by SDPA under a mask and by FlexAttention in blocks, forwards and backwards, bfloat16.
+
+    Returns, for each: seconds of a pass, peak memory in GB, and how far its log-probabilities are from SDPA's.
+    """
+    import torch
+
+    from rllib_mhgpo.llms import load_model
+    from rllib_mhgpo.modules.scoring import as_tensors, head_of, response_logprobs
+    from rllib_mhgpo.packing import Rows, lay_out
+
+    if not folder.is_dir():
+        random_llama(folder)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 100_000, prompt).astype(np.int32)] * group
+    responses = [rng.integers(0, 100_000, response).astype(np.int32) for _ in range(group)]
+    said = [np.ones(response, dtype=bool)] * group
+    layout = lay_out(prompts, responses, Rows([list(range(group))], "tree"), said)
+    told, first = {}, None
+    for kernel in ("sdpa", "flex_attention"):
+        model = load_model(str(folder), "bfloat16", kernel).to("cuda")
+        torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(times):
+            started = time.perf_counter()
+            batch = as_tensors(layout, model.device, kernel)
+            logp = response_logprobs(model, head_of(model), batch, 1.0)[0]
+            logp.sum().backward()
+            model.zero_grad()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        first = logp.detach() if first is None else first
+        told[kernel] = {
+            "pass_s": median(seconds[1:]),  # the first compiles
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+            "from_sdpa": float((logp - first).abs().max()),
+        }
+        del model, logp
+    return told
+
+
 def searching(folder: Path, count: int = 1_000_000, gpu: bool = True) -> dict[str, Any]:
     """Searches indexes on the GPUs as ``gpu: true`` and ``gpu: half`` do.
 
@@ -99,7 +140,10 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    parts: dict[str, Callable[[], dict[str, Any]]] = {"searching": partial(searching, out)}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "searching": partial(searching, out),
+        "kernels": partial(kernels, out / "llama_1b"),
+    }
     for engine in ("vllm", "hf"):
         parts[f"training, engine {engine}"] = partial(training, out / "llama_1b", engine)
     for name, part in parts.items():
