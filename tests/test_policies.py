@@ -307,7 +307,10 @@ def test_a_policys_past_and_a_checkpoints_policy_are_opponents(make: Make, tmp_p
     first = make(**TWO)
     row(first)
     path = first.save_to_path(tmp_path / "checkpoint")
-    algorithm = make(**TWO, opponents={"reranker": "past", "rewriter": str(path)}, opponent_refresh=5)
+    algorithm = make(
+        policies=["answerer"], policy_mapping={"reranker": "answerer", "answerer": "answerer"},
+        opponents={"reranker": "past", "rewriter": str(path)}, opponent_refresh=5,
+    )  # fmt: skip
     runner: Any = algorithm.env_runner
     row(algorithm)
     cast = runner.opponents.engine.others
@@ -379,6 +382,14 @@ def test_rllibs_own_ways_of_asking(config: Callable[..., MHGPOConfig], tmp_path:
         ({"policy_mapping_fn": str}, "policy_mapping_fn: found beside no policies"),
         ({"policies": ["a"], "policy_mapping": {"x": "a"}, "policy_mapping_fn": str}, "beside policy_mapping"),
         ({"policies": {"a": PolicySpec(policy_class=str)}}, r"policies.a: .* found \['policy_class'\]"),
+        (
+            {"policies": ["a", "b"], "policy_mapping": {"b": "a", "x": "b", "y": "a"}, "opponents": {"x": "past"}},
+            r"policies: \['b'\] would never be trained: only the opponents \['x'\] follow them",
+        ),
+        (
+            {**TWO, "max_response_tokens": dict.fromkeys(AGENTS, 6), "opponents": {"answerer": "past"}},
+            r"policies: \['answerer'\] would never be trained: .* Take one of these agents out",
+        ),
     ],
 )
 def test_policies_that_cannot_be_are_refused(config: Callable[..., MHGPOConfig], changes: Any, said: str) -> None:
@@ -391,6 +402,8 @@ def test_a_mapping_must_fit_the_agents(make: Make) -> None:
         make(policies=["a"])
     with pytest.raises(ConfigError, match=r"policies: no agent follows \['idle'\]"):
         make(policies=["a", "idle"], policy_mapping=dict.fromkeys(AGENTS, "a"))
+    with pytest.raises(ConfigError, match=r"policies: \['finder'\] would never be trained: only the opponents"):
+        make(**TWO, opponents={"rewriter": "past", "reranker": "past"})
     with pytest.raises(ConfigError, match=r"policy_mapping: no agents \['writer'\]"):
         make(policies=["a"], policy_mapping={**dict.fromkeys(AGENTS, "a"), "writer": "a"})
     turns = iter("ab" * 1000)
