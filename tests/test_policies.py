@@ -226,6 +226,30 @@ def test_policies_learn_apart_and_their_columns_say_so(make: Make) -> None:
     assert set(result["policies"]["finder"]) == set(result["policies"]["answerer"])
 
 
+def test_every_policys_own_first_step_says_how_far_its_engine_is(make: Make) -> None:
+    """Three questions, each a step of every role in turn: only what was measured before a policy moved counts."""
+    algorithm = make(**TWO, sequential_updates=True, minibatch_questions=1)
+    sample = algorithm.sample_trees
+    apart = {"rewriter": 0.25, "reranker": 0.25, "answerer": 0.5}
+
+    def from_other_engines() -> Any:
+        trees = sample()
+        for tree in trees:
+            for act in tree.generations:
+                act.logprobs = act.logprobs - np.float32(apart[act.agent])
+        return trees
+
+    algorithm.sample_trees = from_other_engines  # type: ignore[method-assign]
+    result = row(algorithm)
+    finder, answerer = result["policies"]["finder"], result["policies"]["answerer"]
+    for number in ("engine_logprob_diff", "engine_logprob_diff_max"):
+        assert (finder[number], answerer[number]) == pytest.approx((0.25, 0.5), abs=1e-4)
+    assert answerer["engine_kl"] == pytest.approx(np.exp(0.5) - 0.5 - 1, abs=1e-4)  # k3
+    assert 0.26 < result["engine_logprob_diff"] < 0.49
+    assert result["engine_logprob_diff_max"] == pytest.approx(0.5, abs=1e-4)
+    assert result["answerer"]["engine_logprob_diff"] == answerer["engine_logprob_diff"]
+
+
 def test_training_one_role_leaves_the_policy_of_the_others_alone(make: Make) -> None:
     algorithm = make(**TWO, train_agents=["reranker"], kl_beta=0.0)
     before = weights(algorithm)
