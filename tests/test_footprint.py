@@ -106,6 +106,23 @@ def test_every_policy_has_states_of_its_own(tmp_path: Path) -> None:
     assert synced(two) == pytest.approx(2 * synced(one), abs=1e-3)
 
 
+def test_prompts_that_later_ones_extend_are_in_the_plan(tmp_path: Path) -> None:
+    """Of environments with stop texts alone: 32,768 tokens of 32 layers of 8 heads of 128, keys and values, 2 bytes."""
+    file = tmp_path / "large.yaml"
+    file.write_text(
+        f"large: {{run: GRPO, env: transcript, config: {{llm: {LLAMA}, dtype: bfloat16, num_env_runners: 1, "
+        "num_gpus_per_env_runner: 1, env_config: {questions: 'minipedia:train'}}}"
+    )
+
+    def kept(*changes: str) -> list[str]:
+        _, shown = plan(str(file), "--gpu-gb", "141", *(part for change in changes for part in ("--set", change)))
+        return [cell for line in shown.splitlines() if "kept prompts" in line for cell in re.findall(r"[\d.]+", line)]
+
+    assert kept() == [f"{32768 * 131_072 / 1e9:.2f}"] == ["4.29"]
+    assert kept("engine_config.max_batch_tokens=8192") == ["1.07"]
+    assert kept("engine=vllm") == kept("env=search", "run=MHGPO") == []
+
+
 def test_what_does_not_fit_is_said_with_the_remedy(tmp_path: Path) -> None:
     file = tmp_path / "large.yaml"
     file.write_text(

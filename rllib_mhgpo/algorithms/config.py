@@ -273,7 +273,7 @@ class LLMConfig(AlgorithmConfig):
         if not 0 < max_prompt_tokens < context:
             raise ConfigError(
                 f"config: max_prompt_tokens: expected 1 to {context - 1}, which leaves a response room in the context "
-                f"of {context} tokens of {self.llm!r}; found {max_prompt_tokens}."
+                f"of {context} tokens of {min(self.llms.values(), key=self.context_of)!r}; found {max_prompt_tokens}."
             )
         offered: dict[str, Any] = {
             "tokenizer": tokenizer,
