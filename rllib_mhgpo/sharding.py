@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rllib_mhgpo.errors import CheckpointError, ConfigError
-
-REDUCE_BUCKET = 500_000_000
-"""Most numbers that DeepSpeed reduces at a time: its own default."""
+from rllib_mhgpo.footprint import REDUCE_BUCKET
 
 
 def num_learners() -> int:
