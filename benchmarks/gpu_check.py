@@ -32,7 +32,7 @@ def random_llama(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def training(folder: Path, engine: str, iterations: int = 3) -> dict[str, Any]:
+def training(folder: Path, engine: str, iterations: int = 3, **changes: Any) -> dict[str, Any]:
     """Trains on one GPU that a learner (bfloat16, ZeRO-3) and a runner share; returns what was measured."""
     import ray
     import torch
@@ -47,7 +47,7 @@ def training(folder: Path, engine: str, iterations: int = 3) -> dict[str, Any]:
         "llm": str(folder), "dtype": "bfloat16", "num_learners": 1, "num_gpus_per_learner": 0.6, "num_env_runners": 1,
         "num_gpus_per_env_runner": 0.4, "deepspeed": {"zero_stage": 3}, "gradient_checkpointing": True,
         "max_response_tokens": {"rewriter": 28, "reranker": 32, "answerer": 16}, "evaluation_interval": None, "seed": 0,
-        "engine": engine, "engine_config": {"max_model_len": 4096} if engine == "vllm" else {},
+        "engine": engine, "engine_config": {"max_model_len": 4096} if engine == "vllm" else {}, **changes,
     }).build_algo()  # fmt: skip
     rows = [algorithm.train() for _ in range(iterations)]
     peak = algorithm.learners.each(lambda _: torch.cuda.max_memory_allocated())[0]
@@ -57,6 +57,8 @@ def training(folder: Path, engine: str, iterations: int = 3) -> dict[str, Any]:
     measured = {name: median(row["time"][column] for row in rows[1:]) for name, column in names.items()}
     return {
         **measured,
+        "sync_logprob_diff": rows[-1]["sync_logprob_diff"],
+        "engine_logprob_diff": rows[-1]["engine_logprob_diff"],
         "tokens_per_s": rows[-1]["tokens_per_s"],
         "sync_mb": rows[-1]["sync_mb"],
         "learner_gb": peak / 1e9,
@@ -144,8 +146,15 @@ def main() -> None:
         "searching": partial(searching, out),
         "kernels": partial(kernels, out / "llama_1b"),
     }
-    for engine in ("vllm", "hf"):
-        parts[f"training, engine {engine}"] = partial(training, out / "llama_1b", engine)
+    asleep = {"engine_config": {"max_model_len": 4096, "enable_sleep_mode": True}}
+    ways: dict[str, tuple[str, dict[str, Any]]] = {
+        "vllm": ("vllm", {}),
+        "vllm, IPC": ("vllm", {"weight_sync": "ipc"}),
+        "vllm, asleep in the update": ("vllm", asleep),
+        "hf": ("hf", {}),
+    }
+    for name, (engine, changes) in ways.items():
+        parts[f"training, engine {name}"] = partial(training, out / "llama_1b", engine, **changes)
     for name, part in parts.items():
         try:
             results[name] = part()
