@@ -39,18 +39,18 @@ class Sharing:
     linear_cost: float = 1024.0
     window: float = float("inf")
     most_padding: int = 256
-    kernel: str = "sdpa"
+    kernel: str = "tree_sdpa"
 
     def pays(self, row: "_Growing", grown: "_Growing", own: int, one_prompt: bool) -> bool:
         """Whether a sequence of ``own`` tokens joins a row, which would have grown with it."""
         if self.mode == "shared":
             return one_prompt
-        return self.mode == "auto" and self.cost(grown) < self.cost(row) + self.cost(_Growing([], own))
+        return self.mode == "auto" and self.cost(grown) < self.cost(row) + self.cost(_Growing([], own, own))
 
     def cost(self, row: "_Growing") -> float:
-        """What a row costs; kernels skip half of the attention, except SDPA's where a row branches and needs a mask."""
-        seen = row.length if row.branches and self.kernel == "sdpa" else row.length / 2
-        return row.length * (self.linear_cost + seen)
+        """What a row costs; kernels skip half of the attention where no mask is needed, FlexAttention elsewhere too."""
+        line = row.length if self.kernel == "flex_attention" else row.trunk
+        return row.length * self.linear_cost + line * line / 2 + (row.length - line) * row.length
 
 
 def _key(ids: Tokens) -> bytes:
@@ -59,11 +59,16 @@ def _key(ids: Tokens) -> bytes:
 
 
 class _Growing(NamedTuple):
-    """A row to which sequences are added, its tokens, and whether it is more than one line of them."""
+    """A row to which sequences are added, its tokens, and how many of them stand before the first branch."""
 
     sequences: Row
     length: int
-    branches: bool = False
+    trunk: int
+
+    @property
+    def branches(self) -> bool:
+        """Whether it is more than one line of tokens."""
+        return self.trunk < self.length
 
 
 class Layout(NamedTuple):
@@ -81,6 +86,7 @@ class Layout(NamedTuple):
         cells: (N,), where each of them stands in (b, R), flat.
         targets: (N,), their ids.
         shape: (b, R).
+        trunk: tokens of every row before the first branch of any.
         num_tokens: tokens without padding.
         num_seen: tokens that these see, themselves included.
     """
@@ -93,6 +99,7 @@ class Layout(NamedTuple):
     cells: Ints
     targets: Ints
     shape: tuple[int, int]
+    trunk: int
     num_tokens: int
     num_seen: int
 
@@ -136,11 +143,12 @@ def plan(prompts: Sequence[Tokens], responses: Sequence[Tokens], max_tokens: int
             joined = row.length + len(ids) - common
             fits = joined <= max_tokens and max(len(ids), len(sequences[last])) <= sharing.window
             same = fits and np.array_equal(prompts[last], prompts[number])
-            grown = _Growing([*row.sequences, number], joined, row.branches or common < len(sequences[last]))
+            trunk = row.trunk if row.branches or common < len(sequences[last]) else joined
+            grown = _Growing([*row.sequences, number], joined, trunk)
             if fits and sharing.pays(row, grown, len(ids), same):
                 rows[-1] = grown
                 continue
-        rows.append(_Growing([number], len(ids)))
+        rows.append(_Growing([number], len(ids), len(ids)))
     return _micro_batches(sorted(rows, key=lambda row: (row.branches, row.length)), max_tokens, sharing.most_padding)
 
 
@@ -197,6 +205,7 @@ def lay_out(
         cells=np.concatenate([place * width + np.flatnonzero(said[i]) for place, i in enumerate(order)]),
         targets=np.concatenate([responses[i][said[i]] for i in order]).astype(np.int64),
         shape=(len(order), width),
+        trunk=int(ends.min()),
         num_tokens=sum(len(row.tokens) for row in rows),
         num_seen=sum(int(row.positions.sum()) + len(row.tokens) for row in rows),
     )  # fmt: skip

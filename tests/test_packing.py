@@ -14,7 +14,8 @@ from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.llms.lora import lora_settings
 from rllib_mhgpo.micro_batches import MicroBatches
 from rllib_mhgpo.modules import scoring
-from rllib_mhgpo.modules.scoring import head_of, response_logprobs, tree_mask, work_of
+from rllib_mhgpo.modules.attention import tree_mask
+from rllib_mhgpo.modules.scoring import head_of, response_logprobs, work_of
 from rllib_mhgpo.packing import Rows, Sharing, lay_out, plan
 from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.train_batch import TrainBatch
@@ -52,7 +53,8 @@ def test_a_row_by_hand() -> None:
     assert layout.ends.tolist() == [[5, 5, 5, 4, 5]]
     assert layout.before.tolist() == [1, 2, 3, 1, 2, 4]
     assert layout.targets.tolist() == [3, 4, 5, 3, 6, 7]
-    assert tree_mask(torch.from_numpy(layout.ends))[0, 0].int().tolist()[-1] == [1, 1, 1, 0, 1]
+    assert layout.trunk == 4
+    assert tree_mask(torch.from_numpy(layout.ends), layout.trunk).int().tolist() == [[[[1, 1, 1, 0, 1]]]]
 
 
 def test_tokens_that_the_policy_did_not_say_reach_no_head() -> None:
@@ -223,14 +225,34 @@ def test_flex_attention_has_the_gradient_of_unpadded_rows(tmp_path: Path, kind: 
     assert (gradient(learner, batch) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-def test_flex_attention_makes_rows_that_branch_as_cheap_as_others() -> None:
-    """100 and 2 x 40 tokens: 180 x 180 comparisons under a mask, twice 140 x 140 / 2 apart, 180 x 180 / 2 in blocks."""
-    prompts, responses = [np.arange(100, dtype=np.int32)] * 2, [np.full(41, token, np.int32) for token in (1, 2)]
+def test_a_row_costs_what_its_kernel_compares() -> None:
+    """100 and 2 x 65 tokens: apart 165 x 165; a trunk of 165 and 65 under a mask 28,562; all in blocks 26,450."""
+    prompts, responses = [np.arange(100, dtype=np.int32)] * 2, [np.full(66, token, np.int32) for token in (1, 2)]
     rows = {
-        kernel: sum(len(part.rows) for part in plan(prompts, responses, 8192, Sharing("auto", 1.0, kernel=kernel)))
-        for kernel in ("sdpa", "flex_attention")
+        kernel: sum(len(part.rows) for part in plan(prompts, responses, 8192, Sharing("auto", 0.0, kernel=kernel)))
+        for kernel in ("tree_sdpa", "flex_attention")
     }
-    assert rows == {"sdpa": 2, "flex_attention": 1}
+    assert rows == {"tree_sdpa": 2, "flex_attention": 1}
+
+
+def test_a_trunk_is_computed_without_a_mask(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands before the first branch of any row of a micro-batch; the rest is compared with all of the row."""
+    calls: list[tuple[int, int, bool]] = []
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query: Any, key: Any, value: Any, **how: Any) -> Any:
+        calls.append((query.shape[2], key.shape[2], how["is_causal"]))
+        assert how["is_causal"] == (how["attn_mask"] is None)
+        return sdpa(query, key, value, **how)
+
+    learner = make_learner(folder, packing="shared")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    prompts, responses = [np.arange(10, dtype=np.int32)] * 3, [ids(1, 2, 3), ids(1, 4, 5, 6), ids(7, 8)]
+    zeros = [np.zeros(len(response), np.float32) for response in responses]
+    batch = TrainBatch(prompts, responses, zeros, np.zeros(3), np.zeros(3), np.zeros(3, np.int64))
+    learner.logprobs(batch)
+    # 10 + [1, 2], then [4, 5], then [7]: two layers
+    assert calls == [(12, 12, True), (3, 15, False)] * 2
 
 
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
 from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.losses import token_logprobs
+from rllib_mhgpo.modules.attention import MASKS, TREE_SDPA, kernel_of, skip_trunks
 from rllib_mhgpo.packing import Attention, Layout, Rows, Sharing, lay_out
 
 LOGITS_AT_ONCE = 1 << 25
@@ -29,14 +29,14 @@ SAME = 1e-3
 Batch = Mapping[str, Any]
 
 
-def as_tensors(layout: Layout, device: torch.device, kernel: str = "sdpa") -> dict[str, Any]:
+def as_tensors(layout: Layout, device: torch.device, kernel: str = TREE_SDPA) -> dict[str, Any]:
     """Returns a layout's fields by name, arrays as tensors, and where rows branch the ``mask`` that a kernel takes."""
     tensors = {
         name: torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
         for name, value in layout._asdict().items()
     }
     if layout.attention == "tree":
-        tensors["mask"] = MASKS[kernel](tensors["ends"])
+        tensors["mask"] = MASKS[kernel](tensors["ends"], layout.trunk)
     return tensors
 
 
@@ -126,30 +126,6 @@ def run_rows(run: Callable[..., Any], batch: Batch, cache: Cache | None = None) 
     return logits
 
 
-def tree_mask(ends: Tensor) -> Tensor:
-    """Returns which token sees which, (B, 1, T, T).
-
-    >>> tree_mask(torch.tensor([[3, 2, 3]])).int().tolist()  # two tokens after one
-    [[[[1, 0, 0], [1, 1, 0], [1, 0, 1]]]]
-    """
-    place = torch.arange(ends.shape[1], device=ends.device)
-    return ((place <= place[:, None]) & (place[:, None] < ends[:, None, :]))[:, None]
-
-
-def tree_blocks(ends: Tensor) -> BlockMask:
-    """Returns the same for FlexAttention, whose kernels pass over blocks in which no token sees another."""
-    rows, length = ends.shape
-
-    def sees(row: Tensor, head: Tensor, one: Tensor, other: Tensor) -> Tensor:
-        return (other <= one) & (one < ends[row, other])
-
-    return create_block_mask(sees, rows, None, length, length, device=ends.device)
-
-
-MASKS: dict[str, Callable[[Tensor], Any]] = {"sdpa": tree_mask, "flex_attention": tree_blocks}
-"""What tells each kernel which token sees which; others take no such mask."""
-
-
 def head_of(llm: torch.nn.Module) -> torch.nn.Module:
     """Returns the module that makes a model's logits, of words or of a single number."""
     words = llm.get_output_embeddings()  # type: ignore[operator]
@@ -168,7 +144,7 @@ def shares_rows(llm: PreTrainedModel, attention: Attention) -> bool:
 
     A model whose attention knows only distances within a row (ALiBi), or that has states instead, does not.
     """
-    if attention == "tree" and llm.config._attn_implementation not in MASKS:
+    if attention == "tree" and kernel_of(llm) not in MASKS:
         return False
     try:
         return _same(_tried(llm, "causal", in_pieces=False), _tried(llm, attention, in_pieces=False))
@@ -181,15 +157,16 @@ def sharing_of(llm: PreTrainedModel, mode: str) -> Sharing:
 
     A model that cannot share rows has rows back to back where its attention has kernels for that.
     """
-    kernel = str(llm.config._attn_implementation)
-    if mode in ("auto", "shared") and not shares_rows(llm, "tree"):
-        mode = "plain" if "flash" in kernel else "off"
+    if mode in ("auto", "shared"):
+        skip_trunks(llm)
+        if not shares_rows(llm, "tree"):
+            mode = "plain" if "flash" in kernel_of(llm) else "off"
     if mode == "plain" and not shares_rows(llm, "packed"):
         mode = "off"
     work = work_of(llm)
     # attention compares at four operations a channel, weights take two
     linear_cost = work.body / max(1, 2 * work.attention)
-    return Sharing(mode, linear_cost, _longest_shared(llm), MOST_PADDING[llm.device.type != "cpu"], kernel)
+    return Sharing(mode, linear_cost, _longest_shared(llm), MOST_PADDING[llm.device.type != "cpu"], kernel_of(llm))
 
 
 def work_of(llm: PreTrainedModel) -> Work:
@@ -216,7 +193,7 @@ def _tried(llm: PreTrainedModel, attention: Attention, in_pieces: bool) -> Tenso
     responses = [np.array(ids, np.int32) for ids in ([4, 5, 6], [5, 7, 8, 9], [6, 1])]
     rows = Rows([[2], [0], [1]] if attention == "causal" else [[2, 0, 1]], attention)
     layout = lay_out(prompts, responses, rows, [np.ones(len(response), bool) for response in responses])
-    batch = as_tensors(layout, next(llm.parameters()).device, str(llm.config._attn_implementation))
+    batch = as_tensors(layout, next(llm.parameters()).device, kernel_of(llm))
     return response_logprobs(llm, head_of(llm), batch, 1.0, in_pieces=in_pieces)[0]
 
 
