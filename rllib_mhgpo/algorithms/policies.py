@@ -76,11 +76,6 @@ def check_policies(config: "LLMConfig") -> None:
             f"config: policy_mapping: {agent} follows {policy!r}, but policies has {list(config.policies)}."
             + did_you_mean(policy, config.policies)
         )
-    if config.policies and config.engine == "vllm":
-        raise ConfigError(
-            "config: policies: an engine vllm holds the weights of one policy; use engine: hf, or one policy with an "
-            "adapter for each role, lora.adapters, which vLLM takes."
-        )
 
 
 def _check_policy(config: "LLMConfig", name: str, own: dict[str, Any]) -> None:
