@@ -69,14 +69,15 @@ def test_without_a_seed_runs_differ_and_with_one_they_repeat(make: Make) -> None
 
 
 TWO: dict[str, Any] = {
-    "policies": {"finder": {}, "answerer": {"lr": 1e-3}},
+    "policies": ["finder", "answerer"],
     "policy_mapping": {"rewriter": "finder", "reranker": "finder", "answerer": "answerer"},
 }
 
 
-@pytest.mark.parametrize("runners", [0, 1])
-def test_each_policy_has_an_engine_that_follows_it(make: Make, runners: int) -> None:
-    algorithm = make(**VLLM, **TWO, num_env_runners=runners)
+@pytest.mark.parametrize(("runners", "finder"), [(0, {}), (1, {}), (0, {"lora": {"rank": 4}})])
+def test_each_policy_has_an_engine_that_follows_it(make: Make, runners: int, finder: dict[str, Any]) -> None:
+    policies = {"finder": finder, "answerer": {"lr": 1e-3}}
+    algorithm = make(**{**VLLM, **TWO, "policies": policies}, num_env_runners=runners)
     for _ in range(2):
         result = row(algorithm)
         for agent in ("rewriter", "reranker", "answerer"):
@@ -91,6 +92,7 @@ def test_policies_share_what_one_engine_had(make: Make) -> None:
     rooms = [engine.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes for engine in runner.engines.values()]
     assert rooms == [1 << 26, 1 << 26]
     assert len({id(engine.llm) for engine in runner.engines.values()}) == 2
+    assert {engine.watch.seconds for engine in runner.engines.values()} == {runner.config.sample_timeout_s}
 
 
 def test_a_checkpoint_of_policies_answers_with_their_engines(make: Make, tmp_path: Path) -> None:
@@ -109,7 +111,7 @@ def test_a_checkpoint_of_policies_answers_with_their_engines(make: Make, tmp_pat
 
 
 def test_a_stale_engine_is_called_by_its_policy(make: Make) -> None:
-    algorithm = make(**{**VLLM, **TWO, "policies": ["finder", "answerer"]})
+    algorithm = make(**VLLM, **TWO)
     algorithm.env_runner.engines["answerer"].load_weights = lambda weights: None
     with pytest.raises(SyncError, match="the engine of policy 'answerer' does not compute with the learner's weights"):
         row(algorithm)

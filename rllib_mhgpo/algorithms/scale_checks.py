@@ -78,7 +78,7 @@ def check_engine_place(config: "LLMConfig") -> None:
             "config: opponents: past needs the engine hf, which holds an earlier policy beside the present one; a "
             "checkpoint or model folder plays with vllm too."
         )
-    if config.policies and config.weight_sync != "store":
+    if len(config.policies) > 1 and config.weight_sync != "store":
         raise ConfigError(
             f"config: weight_sync: {config.weight_sync} moves the weights of one policy, found policies "
             f"{list(config.policies)}; store takes each to the engine of its own."
