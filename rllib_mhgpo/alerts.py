@@ -59,6 +59,12 @@ class History:
         found = (key.removesuffix(f"/{number}") for key in self.names if key.endswith(f"/{number}"))
         return [agent for agent in found if "/" not in agent and agent not in ("train", "dev", "dev_start")]
 
+    def policies(self, number: str) -> list[tuple[str, str]]:
+        """Where each policy has a number of its own, and words that name it; one place where all share a policy."""
+        places = [key.removesuffix(number) for key in self.names if key.endswith(f"/{number}")]
+        own = [place for place in places if place.startswith("policies/")]
+        return [(place, f" of policy {place.split('/')[1]}") for place in own] or [("", "")]
+
     def start(self, values: Floats) -> float:
         """The mean of the first three numbers that exist, NaN where there are none."""
         known = values[np.isfinite(values)][:3]
@@ -122,9 +128,12 @@ def truncated_responses(history: History) -> Iterator[Finding]:
 
 def engine_drift(history: History) -> Iterator[Finding]:
     """Engine and learner disagree about what was sampled."""
-    gap, kl = history.column("engine_logprob_diff"), history.column("engine_kl")
-    yield Finding(gap >= 0.05, "log-probabilities of engine and learner differ by {gap:.3f} a token", {"gap": gap})
-    yield Finding(kl >= 0.02, "the KL of the engine's to the learner's distribution is {kl:.4f} a token", {"kl": kl})
+    for place, whose in history.policies("engine_logprob_diff"):
+        gap, kl = history.column(f"{place}engine_logprob_diff"), history.column(f"{place}engine_kl")
+        message = "log-probabilities of engine and learner{whose} differ by {gap:.3f} a token"
+        yield Finding(gap >= 0.05, message, {"gap": gap, "whose": whose})
+        message = "the KL of the engine's to the learner's distribution{whose} is {kl:.4f} a token"
+        yield Finding(kl >= 0.02, message, {"kl": kl, "whose": whose})
 
 
 def entropy_collapse(history: History) -> Iterator[Finding]:

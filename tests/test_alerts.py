@@ -83,6 +83,15 @@ def test_reward_up_and_dev_f1_down_by_more_than_chance() -> None:
     assert held(name, **asked, reward=up, **{"dev/f1": [0.6, nan, 0.5]}) == [(3,)]
 
 
+def test_the_policy_whose_engine_drifts_is_named() -> None:
+    """Where policies have columns of their own these alone speak: the mean over all hides one of them."""
+    apart = {"finder": [0.001, 0.002], "answerer": [0.01, 0.2]}
+    own = {f"policies/{name}/engine_logprob_diff": gaps for name, gaps in apart.items()}
+    (alert,) = find_alerts(rows(**{**HEALTHY, **own, "engine_logprob_diff": [0.01, 0.1]}))
+    assert alert.iterations == (2,)
+    assert alert.message == "log-probabilities of engine and learner of policy answerer differ by 0.200 a token"
+
+
 def test_missing_columns_and_nan_raise_nothing() -> None:
     assert find_alerts([]) == []
     assert find_alerts([{}]) == []

@@ -79,6 +79,49 @@ def test_what_is_wrong_with_a_configuration_is_named(config: Make, toy_folder: P
     assert "of one for rewriter" in alone.found
 
 
+def test_the_model_of_every_policy_is_looked_at(config: Make, toy_folder: Path, tmp_path: Path) -> None:
+    other = save_toy(tmp_path / "other", seed=5, chat_template=True)
+    shape = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 512}))
+    (other / "generation_config.json").write_text(json.dumps({"top_p": 0.8}))
+    two = {"finder": {}, "answerer": {"llm": str(other)}}
+    mapping = {"rewriter": "finder", "reranker": "finder", "answerer": "answerer"}
+    found = looked_at(config(policies=two, policy_mapping=mapping))
+    (differing,) = [line for line in found.values() if line.status != "ok" and line.name != "search"]
+    assert differing.name == "chat template of answerer"
+    assert "another than" in differing.found
+    assert {"engine of finder", "engine of answerer", "weight push of finder", "weight push of answerer"} <= set(found)
+    assert "top_p 0.8" in found["sampler of answerer"].found
+    assert "top_p" not in found["sampler of finder"].found
+    assert "of 506 tokens" in found["prompts of answerer"].found  # 512 less a response, in all agents' prompts
+    long = looked_at(config(policies=two, policy_mapping=mapping, max_prompt_tokens=600))["environment"]
+    assert f"in the context of 512 tokens of {str(other)!r}; found 600" in long.found
+    alike = looked_at(config(policies=["finder", "answerer"], policy_mapping=mapping))
+    assert {name for name in alike if name.startswith("engine")} == {"engine of finder, answerer"}
+    (other / "model.safetensors").write_bytes(b"cut")
+    found = looked_at(config(policies=two, policy_mapping=mapping))
+    assert found["engine of finder"].status == "ok"
+    assert found["engine of answerer"].status == "fail"
+    assert str(other) in found["engine of answerer"].found
+    strange = looked_at(
+        config(policies=two, policy_mapping={"rewriter": "finder", "reranker": "finder", "x": "finder"})
+    )
+    assert "policy_mapping: no agents ['x']" in strange["environment"].found
+
+
+def test_every_policys_checkpoint_needs_room(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def noted(needed: int) -> Finding:
+        asked.append(needed)
+        return disk(needed)
+
+    monkeypatch.setattr("rllib_mhgpo.cli.system_checks.disk", noted)
+    for policies in ([], ["rewriter", "reranker", "answerer"]):
+        next(line for line in system_checks(config(policies=policies)) if line.name == "disk")
+    assert asked[1] == 3 * asked[0]
+
+
 def test_an_index_is_opened_and_searched(config: Make, toy_questions_file: Path, tmp_path: Path) -> None:
     corpus = Corpus.from_passages([(f"P{i}", f"page{i} says a{i}, what is it?") for i in range(12)])
     save_retriever(build_retriever(corpus), index := tmp_path / "index")

@@ -1,5 +1,6 @@
 """HFEngine against plain forward passes of transformers."""
 
+import gc
 from collections.abc import Callable
 from typing import Literal
 
@@ -9,8 +10,9 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from rllib_mhgpo.engines import Completion, HFEngine, Prompt
+from rllib_mhgpo.engines import Cast, Completion, HFEngine, Prompt
 from rllib_mhgpo.engines.hf import draw
+from rllib_mhgpo.engines.reading import Pass
 from rllib_mhgpo.errors import ModelError
 from tests.toys import toy_model, toy_tokenizer
 
@@ -173,6 +175,37 @@ def test_nothing_is_remembered_of_other_weights() -> None:
         np.testing.assert_allclose(
             completion.logprobs, plain_logprobs(model, prompt.ids, completion.ids, 1.0), atol=1e-4
         )
+
+
+def remembered() -> int:
+    """Places of all passes that are alive in this process."""
+    return sum(one.size for one in gc.get_objects() if isinstance(one, Pass))
+
+
+@pytest.mark.parametrize("whose", ["adapters", "policies"])
+def test_what_is_remembered_of_all_agents_has_one_bound(whose: str) -> None:
+    """Two agents whose weights differ read three rounds each; the oldest passes make room, whoever kept them."""
+    model, most = toy_model(toy_tokenizer()).eval(), 400
+
+    def made() -> HFEngine:
+        turn = (lambda agent: None) if whose == "adapters" else None
+        return HFEngine(model, eos_ids=[EOS], tokenizer=toy_tokenizer(), max_batch_tokens=most, act_as=turn)
+
+    engine = made() if whose == "adapters" else Cast(made(), {"b": made()})
+    held, prompts = [], {agent: ids(*range(20, 20 + length)) for agent, length in (("a", 60), ("b", 90))}
+    with engine.remembering():
+        for number in range(3):
+            asked = [Prompt(prompt, range(2), 4, ("z",), agent) for agent, prompt in prompts.items()]
+            found = {one.agent: (one, said[0]) for one, said in zip(asked, engine.generate(asked, 1.0), strict=True)}
+            held.append(remembered())
+            for agent, (one, said) in found.items():
+                expected = plain_logprobs(model, one.ids, said.ids, 1.0)
+                np.testing.assert_allclose(said.logprobs, expected, atol=1e-4)
+                prompts[agent] = np.concatenate([one.ids, said.ids, ids(*range(70 + number, 110))])
+    assert held[0] == 150
+    assert max(held) <= most
+    assert held[1] > held[0]
+    assert remembered() == 0
 
 
 def test_a_model_without_keys_and_values_is_refused() -> None:

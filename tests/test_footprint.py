@@ -116,6 +116,42 @@ def test_the_plan_counts_the_engines_of_policies(tmp_path: Path) -> None:
     assert re.search(r"key-value cache\s+│\s+│\s+1.07", shown)  # 1 GiB for both
 
 
+def test_prompts_that_later_ones_extend_are_in_the_plan(tmp_path: Path) -> None:
+    """Of environments with stop texts alone: 32,768 tokens of 32 layers of 8 heads of 128, keys and values, 2 bytes."""
+    file = tmp_path / "large.yaml"
+    file.write_text(
+        f"large: {{run: GRPO, env: transcript, config: {{llm: {LLAMA}, dtype: bfloat16, num_env_runners: 1, "
+        "num_gpus_per_env_runner: 1, env_config: {questions: 'minipedia:train'}}}"
+    )
+
+    def kept(*changes: str) -> list[str]:
+        _, shown = plan(str(file), "--gpu-gb", "141", *(part for change in changes for part in ("--set", change)))
+        return [cell for line in shown.splitlines() if "kept prompts" in line for cell in re.findall(r"[\d.]+", line)]
+
+    assert kept() == [f"{32768 * 131_072 / 1e9:.2f}"] == ["4.29"]
+    assert kept("engine_config.max_batch_tokens=8192") == ["1.07"]
+    assert kept("engine=vllm") == kept("env=search", "run=MHGPO") == []
+
+
+def test_offloaded_inputs_of_layers_leave_the_gpu(tmp_path: Path) -> None:
+    """8,192 tokens, 32 layers, 4,096 wide, 2 bytes; and ZeRO's 500 million numbers of 2 bytes."""
+    file = tmp_path / "large.yaml"
+    file.write_text(
+        f"large: {{run: MHGPO, config: {{llm: {LLAMA}, dtype: bfloat16, num_learners: 8, num_gpus_per_learner: 1, "
+        "deepspeed: {zero_stage: 3}, env_config: {questions: 'minipedia:train'}}}"
+    )
+
+    def learner(part: str, how: str) -> float:
+        _, shown = plan(str(file), "--gpu-gb", "80", "--set", f"gradient_checkpointing={how}")
+        (line,) = (line for line in shown.splitlines() if part in line)
+        return float(re.findall(r"[\d.]+", line)[0])
+
+    inputs = 8192 * 32 * 4096 * 2 / 1e9
+    assert learner("activations", "true") - learner("activations", "offload") == pytest.approx(inputs, abs=0.02)
+    assert learner("offloaded to the CPU", "offload") == pytest.approx(inputs, abs=0.02)
+    assert learner("gradient bucket", "true") == 1.0
+
+
 def test_what_does_not_fit_is_said_with_the_remedy(tmp_path: Path) -> None:
     file = tmp_path / "large.yaml"
     file.write_text(

@@ -226,6 +226,30 @@ def test_policies_learn_apart_and_their_columns_say_so(make: Make) -> None:
     assert set(result["policies"]["finder"]) == set(result["policies"]["answerer"])
 
 
+def test_every_policys_own_first_step_says_how_far_its_engine_is(make: Make) -> None:
+    """Three questions, each a step of every role in turn: only what was measured before a policy moved counts."""
+    algorithm = make(**TWO, sequential_updates=True, minibatch_questions=1)
+    sample = algorithm.sample_trees
+    apart = {"rewriter": 0.25, "reranker": 0.25, "answerer": 0.5}
+
+    def from_other_engines() -> Any:
+        trees = sample()
+        for tree in trees:
+            for act in tree.generations:
+                act.logprobs = act.logprobs - np.float32(apart[act.agent])
+        return trees
+
+    algorithm.sample_trees = from_other_engines  # type: ignore[method-assign]
+    result = row(algorithm)
+    finder, answerer = result["policies"]["finder"], result["policies"]["answerer"]
+    for number in ("engine_logprob_diff", "engine_logprob_diff_max"):
+        assert (finder[number], answerer[number]) == pytest.approx((0.25, 0.5), abs=1e-4)
+    assert answerer["engine_kl"] == pytest.approx(np.exp(0.5) - 0.5 - 1, abs=1e-4)  # k3
+    assert 0.26 < result["engine_logprob_diff"] < 0.49
+    assert result["engine_logprob_diff_max"] == pytest.approx(0.5, abs=1e-4)
+    assert result["answerer"]["engine_logprob_diff"] == answerer["engine_logprob_diff"]
+
+
 def test_training_one_role_leaves_the_policy_of_the_others_alone(make: Make) -> None:
     algorithm = make(**TWO, train_agents=["reranker"], kl_beta=0.0)
     before = weights(algorithm)
@@ -307,7 +331,10 @@ def test_a_policys_past_and_a_checkpoints_policy_are_opponents(make: Make, tmp_p
     first = make(**TWO)
     row(first)
     path = first.save_to_path(tmp_path / "checkpoint")
-    algorithm = make(**TWO, opponents={"reranker": "past", "rewriter": str(path)}, opponent_refresh=5)
+    algorithm = make(
+        policies=["answerer"], policy_mapping={"reranker": "answerer", "answerer": "answerer"},
+        opponents={"reranker": "past", "rewriter": str(path)}, opponent_refresh=5,
+    )  # fmt: skip
     runner: Any = algorithm.env_runner
     row(algorithm)
     cast = runner.opponents.engine.others
@@ -378,6 +405,14 @@ def test_rllibs_own_ways_of_asking(config: Callable[..., MHGPOConfig], tmp_path:
         ({"policy_mapping_fn": str}, "policy_mapping_fn: found beside no policies"),
         ({"policies": ["a"], "policy_mapping": {"x": "a"}, "policy_mapping_fn": str}, "beside policy_mapping"),
         ({"policies": {"a": PolicySpec(policy_class=str)}}, r"policies.a: .* found \['policy_class'\]"),
+        (
+            {"policies": ["a", "b"], "policy_mapping": {"b": "a", "x": "b", "y": "a"}, "opponents": {"x": "past"}},
+            r"policies: \['b'\] would never be trained: only the opponents \['x'\] follow them",
+        ),
+        (
+            {**TWO, "max_response_tokens": dict.fromkeys(AGENTS, 6), "opponents": {"answerer": "past"}},
+            r"policies: \['answerer'\] would never be trained: .* Take one of these agents out",
+        ),
     ],
 )
 def test_policies_that_cannot_be_are_refused(config: Callable[..., MHGPOConfig], changes: Any, said: str) -> None:
@@ -390,6 +425,8 @@ def test_a_mapping_must_fit_the_agents(make: Make) -> None:
         make(policies=["a"])
     with pytest.raises(ConfigError, match=r"policies: no agent follows \['idle'\]"):
         make(policies=["a", "idle"], policy_mapping=dict.fromkeys(AGENTS, "a"))
+    with pytest.raises(ConfigError, match=r"policies: \['finder'\] would never be trained: only the opponents"):
+        make(**TWO, opponents={"rewriter": "past", "reranker": "past"})
     with pytest.raises(ConfigError, match=r"policy_mapping: no agents \['writer'\]"):
         make(policies=["a"], policy_mapping={**dict.fromkeys(AGENTS, "a"), "writer": "a"})
     turns = iter("ab" * 1000)

@@ -1,6 +1,8 @@
 """What retrievers refuse: foreign values, folders that were changed, disks that are full, servers that break off."""
 
+import errno
 import json
+import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -112,7 +114,7 @@ def test_two_builds_of_one_folder(tmp_path: Path) -> None:
     source = write_corpus(tmp_path / "c.jsonl", 20)
 
     def meanwhile(folder: Path, encoder: Any, places: Sequence[int]) -> Iterator[Any]:
-        with pytest.raises(RetrievalError, match="another process is building here"):
+        with pytest.raises(RetrievalError, match="is building here"):
             build_index(source, folder, HashEncoder())
         raise KeyboardInterrupt
         yield
@@ -120,6 +122,34 @@ def test_two_builds_of_one_folder(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         build_index(source, tmp_path / "ix", HashEncoder(), encode=meanwhile)
     assert build_index(source, tmp_path / "ix", HashEncoder())["passages"] == 20  # the lock went with its build
+
+
+@pytest.mark.parametrize("fault", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int) -> None:
+    """A file stands for the lock there; it outlives a build that was killed, which is said."""
+
+    def refused(handle: int, how: int) -> None:
+        raise OSError(fault, os.strerror(fault))
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    test_two_builds_of_one_folder(tmp_path)
+    assert not list(tmp_path.rglob("*.lock"))
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    (folder / "building.lock").write_text("process 7 on node1")
+    with pytest.raises(RetrievalError, match=r"building\.lock: process 7 on node1 is building here, or was killed"):
+        build_index(tmp_path / "c.jsonl", folder, HashEncoder())
+    (folder / "building.lock").unlink()
+    assert build_index(tmp_path / "c.jsonl", folder, HashEncoder())["passages"] == 20
+
+
+def test_what_goes_wrong_in_a_build_is_not_taken_for_another_build(tmp_path: Path) -> None:
+    def busy(*args: Any) -> Iterator[Any]:
+        raise BlockingIOError("the encoder's own")
+        yield
+
+    with pytest.raises(BlockingIOError, match="the encoder's own"):
+        build_index(write_corpus(tmp_path / "c.jsonl", 20), tmp_path / "ix", HashEncoder(), encode=busy)
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from ray.rllib.callbacks.callbacks import RLlibCallback
 from ray.rllib.utils import force_list
 
 from rllib_mhgpo.algorithms.config import LLMConfig
-from rllib_mhgpo.algorithms.policies import check_followed
+from rllib_mhgpo.algorithms.policies import check_followed, check_trained
 from rllib_mhgpo.engines.vllm import require_vllm
 from rllib_mhgpo.errors import ConfigError, MHGPOError
 
@@ -54,6 +54,7 @@ def _check_storage(storage: Any) -> None:
 def check_agents(config: LLMConfig, agents: Sequence[str]) -> None:
     """Refuses keys that do not fit the environment's agents."""
     check_followed(config, agents)
+    check_trained(config, agents)
     limits = config.max_response_tokens
     named = agents if isinstance(limits, int) else list(limits)
     missing = [agent for agent in agents if agent not in named]

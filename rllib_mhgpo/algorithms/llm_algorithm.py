@@ -248,10 +248,9 @@ class LLMAlgorithm(Algorithm):
         seconds = {**self._seconds, "total": time.perf_counter() - started}
         columns = results.summarise(
             trees,
-            results.Iteration(flat, credit, batch, **update.pop("rows")),
+            results.Iteration(flat, credit, batch, **update.pop("rows"), followers=self._followers()),
             update,
             self.agents,
-            self._agents_by_policy(),
             seconds,
             self._tokens_generated,
         )
@@ -408,10 +407,10 @@ class LLMAlgorithm(Algorithm):
         earned = {"reward": shared + flat.specific, "reward_shared": shared, "reward_specific": flat.specific}
         self.recorder.write("dev", self._updates, trees, flat, earned)
 
-    def _agents_by_policy(self) -> dict[str, list[str]]:
-        """Which agents follow each policy, where they do not share one."""
+    def _followers(self) -> dict[str, list[int]]:
+        """The numbers of the agents that follow each policy, where they do not share one."""
         followed = followers(self.config, self.agents)
-        return {name: [agent for agent in followed if followed[agent] == name] for name in self.config.policies}
+        return {name: [self.agents.index(a) for a in followed if followed[a] == name] for name in self.config.policies}
 
     def _roots(self, iteration: int) -> list[int]:
         return deal_roots(self.run_seed, iteration, self.config.questions_per_iteration, self.num_roots)

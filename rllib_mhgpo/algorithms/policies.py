@@ -76,6 +76,10 @@ def check_policies(config: "LLMConfig") -> None:
             f"config: policy_mapping: {agent} follows {policy!r}, but policies has {list(config.policies)}."
             + did_you_mean(policy, config.policies)
         )
+    if config.policy_mapping_fn is None:  # the environment's agents are known later; so much is certain of them now
+        limits = config.max_response_tokens
+        named = [*config.policy_mapping, *config.opponents, *config.policies]
+        check_trained(config, list(limits) if isinstance(limits, dict) else list(dict.fromkeys(named)))
 
 
 def _check_policy(config: "LLMConfig", name: str, own: dict[str, Any]) -> None:
@@ -137,3 +141,19 @@ def check_followed(config: "LLMConfig", agents: Sequence[str]) -> None:
             )
     if idle := [name for name in config.policies if name not in followed.values()]:
         raise ConfigError(f"config: policies: no agent follows {idle}; agents follow {followed}.")
+
+
+def check_trained(config: "LLMConfig", agents: Sequence[str]) -> None:
+    """Refuses a policy that only opponents ``past`` follow: what it was at the start is all that it will ever be.
+
+    Raises:
+        ConfigError: which policy, who follows it, and what to do.
+    """
+    followed = followers(config, agents)
+    learning = {policy for agent, policy in followed.items() if agent not in config.opponents}
+    if idle := [name for name in config.policies if name in followed.values() and name not in learning]:
+        players = [agent for agent, policy in followed.items() if policy in idle]
+        raise ConfigError(
+            f"config: policies: {idle} would never be trained: only the opponents {players} follow them, which play as "
+            "their policy was. Take one of these agents out of opponents, or let it follow a policy that others train."
+        )

@@ -76,12 +76,11 @@ def make_environment(env: Any, offered: Mapping[str, Any], config: Mapping[str, 
     Raises:
         ConfigError: no such environment, or a key that it does not take.
     """
-    if isinstance(env, str) and (env in ENVIRONMENTS or ":" in env):
-        env = import_environment(ENVIRONMENTS.get(env, env))
-    if isinstance(env, type) and is_gymnasium(env):
-        return build(load(ENVIRONMENTS["text_gym"]), offered, {"env": env, "config": dict(config)})
-    if isinstance(env, type):
-        return build(env, offered, config)
+    found = environment_class(env)
+    if found is not None and is_gymnasium(found):
+        return build(load(ENVIRONMENTS["text_gym"]), offered, {"env": found, "config": dict(config)})
+    if found is not None:
+        return build(found, offered, config)
     from ray.tune.registry import ENV_CREATOR, _global_registry
 
     return _global_registry.get(ENV_CREATOR, env)({**offered, **config})
@@ -92,9 +91,7 @@ def check_environment(env: Any, config: Mapping[str, Any]) -> None:
 
     A class may have a ``check`` of its own, called with the configuration, for what it can know beforehand.
     """
-    found = env if isinstance(env, type) else None
-    if isinstance(env, str) and (env in ENVIRONMENTS or ":" in env):
-        found = import_environment(ENVIRONMENTS.get(env, env))
+    found = environment_class(env)
     if found is not None:
         refuse_unknown_keys(found, config)
         if hasattr(found, "check"):
@@ -111,10 +108,16 @@ def check_environment(env: Any, config: Mapping[str, Any]) -> None:
 
 def peek_environment(env: Any, config: Mapping[str, Any]) -> None:
     """Lets an environment that has a ``peek`` look at the files that its configuration names."""
-    known = isinstance(env, str) and (env in ENVIRONMENTS or ":" in env)
-    found = import_environment(ENVIRONMENTS.get(env, env)) if known else env
+    found: Any = environment_class(env)
     if hasattr(found, "peek"):
         found.peek(config)
+
+
+def environment_class(env: Any) -> type | None:
+    """Returns the class of an environment, None where a function that Tune's registry knows makes it."""
+    if isinstance(env, str) and (env in ENVIRONMENTS or ":" in env):
+        return import_environment(ENVIRONMENTS.get(env, env))
+    return env if isinstance(env, type) else None
 
 
 def import_environment(path: str) -> type:

@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class Iteration:
         batch: what was trained.
         updated: which generations the update computed.
         measured: what the loss hook measured, sums over response tokens.
+        followers: by policy, the numbers of the agents that follow it; empty where all share one.
     """
 
     flat: FlatTrees
@@ -41,6 +43,16 @@ class Iteration:
     batch: TrainBatch
     updated: NDArray[np.bool_]
     measured: Mapping[str, NDArray[np.float64]]
+    followers: Mapping[str, Sequence[int]]
+
+    @cached_property
+    def before_moving(self) -> NDArray[np.bool_]:
+        """Which generations were measured under the weights that sampled them: those of each policy's first step."""
+        steps, found = self.batch.steps, np.zeros(len(self.updated), dtype=bool)
+        for agents in self.followers.values() or [np.unique(self.flat.agent)]:
+            rows = self.updated & np.isin(self.flat.agent, agents)
+            found |= rows & (steps == steps[rows].min(initial=steps.max(initial=0)))
+        return found
 
 
 def summarise(
@@ -48,14 +60,12 @@ def summarise(
     iteration: Iteration,
     update: Mapping[str, Any],
     agents: Sequence[str],
-    policies: Mapping[str, Sequence[str]],
     seconds: Mapping[str, float],
     generated: int,
 ) -> dict[str, Any]:
     """Returns the nested columns of docs/metrics.md, without dev scores.
 
     Args:
-        policies: whose agents are which, where agents do not share one; else empty.
         generated: tokens that the policy said, those of replaced questions included.
     """
     flat = iteration.flat
@@ -70,7 +80,7 @@ def summarise(
         },
         **_columns(iteration, similar, everyone),
         **_steps(update),
-        **_by_policy(iteration, similar, {n: [agents.index(a) for a in its] for n, its in policies.items()}, update),
+        **_by_policy(iteration, similar, update),
         "num_voided": sum(len(tree.void) for tree in trees),
         "num_tokens_generated": generated,
         "num_tokens_trained": int(lengths[iteration.updated].sum()),
@@ -82,19 +92,14 @@ def summarise(
     }
 
 
-def _by_policy(
-    iteration: Iteration,
-    similar: NDArray[np.float64],
-    followers: Mapping[str, Sequence[int]],
-    update: Mapping[str, Any],
-) -> dict[str, Any]:
+def _by_policy(iteration: Iteration, similar: NDArray[np.float64], update: Mapping[str, Any]) -> dict[str, Any]:
     """Columns of each policy: means over the acts of the agents that follow it, and its optimiser steps."""
     columns = {
         name: {
             **_columns(iteration, similar, np.isin(iteration.flat.agent, agents)),
             **_steps(update["policies"][name]),
         }
-        for name, agents in followers.items()
+        for name, agents in iteration.followers.items()
     }
     return {"policies": columns} if columns else {}
 
@@ -164,7 +169,7 @@ def _columns(iteration: Iteration, similar: NDArray[np.float64], mine: NDArray[n
     flat, credit, batch = iteration.flat, iteration.credit, iteration.batch
     acts, lengths = [flat.generations[row] for row in np.flatnonzero(mine)], response_lengths(flat)
     grouped, trained = mine & flat.trained, mine & iteration.updated
-    first_step = trained & (batch.steps == batch.steps[iteration.updated].min(initial=batch.steps.max(initial=0)))
+    unmoved = mine & iteration.before_moving
     return {
         "num_generations": len(acts),
         **{name: _mean(credit[name][mine]) for name in ("reward", "reward_shared", "reward_specific")},
@@ -183,12 +188,11 @@ def _columns(iteration: Iteration, similar: NDArray[np.float64], mine: NDArray[n
             if name in iteration.measured
         },
         "ratio_max": _max(iteration.measured.get("ratio_max"), trained),
-        # later steps are measured after the weights have moved
         **{
-            name: _token_mean(iteration.measured.get(name), lengths, first_step)
+            name: _token_mean(iteration.measured.get(name), lengths, unmoved)
             for name in ("engine_logprob_diff", "engine_kl")
         },
-        "engine_logprob_diff_max": _max(iteration.measured.get("engine_logprob_diff_max"), first_step),
+        "engine_logprob_diff_max": _max(iteration.measured.get("engine_logprob_diff_max"), unmoved),
     }
 
 

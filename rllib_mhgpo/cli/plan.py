@@ -100,7 +100,6 @@ def show(console: Console, name: str, algorithm: Any, settings: Mapping[str, Any
 def processes(config: Any) -> Iterator[Process]:
     """Yields the processes of a run with their memory."""
     from rllib_mhgpo import footprint
-    from rllib_mhgpo.engines.vllm import CPU_CACHE_BYTES
     from rllib_mhgpo.llms.shape import model_shape
     from rllib_mhgpo.modules.scoring import LOGITS_AT_ONCE
 
@@ -122,27 +121,40 @@ def processes(config: Any) -> Iterator[Process]:
     largest = max(shapes, key=lambda shape: shape.parameters)  # one policy computes at a time
     if hasattr(config, "critic_lr"):
         parts["critic"] = sum(footprint.model_states(model_shape(config.critic_llm or config.llm), how).values())
-    parts["activations"] = footprint.activations(largest, tokens, number, config.gradient_checkpointing)
+    parts["activations"] = footprint.activations(largest, tokens, number, bool(config.gradient_checkpointing))
     parts["logits"] = footprint.logits(largest, min(tokens // 2, max(1, LOGITS_AT_ONCE // largest.vocabulary)))
+    if how.stage:
+        parts["gradient bucket"] = footprint.reduce_bucket(largest, how)
     if how.stage == 3:
         parts["layers gathered"] = footprint.gathered(largest, how)
     moved = [name for name, off in (("optimizer", how.offload_optimizer), ("weights", how.offload_param)) if off]
     offloaded = sum(parts.pop(name) for name in moved)
-    cache = footprint.key_value_cache(largest, config.engine_config.get("max_batch_tokens", 32768), number)
-    if config.engine == "vllm":  # on a GPU it fills what gpu_memory_utilization leaves
-        given = 0 if config.num_gpus_per_env_runner else CPU_CACHE_BYTES
-        cache = float(config.engine_config.get("kv_cache_memory_bytes", given))
+    if config.gradient_checkpointing == "offload":
+        inputs = footprint.layer_inputs(largest, tokens, number)
+        parts["activations"], offloaded = parts["activations"] - inputs, offloaded + inputs
+    caches = _caches(config, largest, number)
     if config.shares_module:
-        yield Process("all in one", 1, 0, {**parts, "key-value cache": cache, "process": PROCESS})
+        yield Process("all in one", 1, 0, {**parts, **caches, "process": PROCESS})
         return
     gpus = config.num_gpus_per_learner if config.num_learners else 0
     yield Process("learner", max(1, config.num_learners), gpus, parts | _process(gpus), offloaded)
     gpus = config.num_gpus_per_env_runner
     weights = float(sum(shape.parameters for shape in shapes) * number)
-    yield Process(
-        "env runner", max(1, config.num_env_runners), gpus,
-        {"weights": weights, "key-value cache": cache, **_process(gpus)},
-    )  # fmt: skip
+    yield Process("env runner", max(1, config.num_env_runners), gpus, {"weights": weights, **caches, **_process(gpus)})
+
+
+def _caches(config: Any, largest: Any, number: int) -> dict[str, float]:
+    """What an engine keeps of tokens: those at work and, where stop texts end responses, prompts that others extend."""
+    from rllib_mhgpo import footprint
+    from rllib_mhgpo.algorithms.registration import environment_class
+    from rllib_mhgpo.engines.vllm import CPU_CACHE_BYTES
+
+    name = "key-value cache"
+    if config.engine == "vllm":  # on a GPU it fills what gpu_memory_utilization leaves
+        given = 0 if config.num_gpus_per_env_runner else CPU_CACHE_BYTES
+        return {name: float(config.engine_config.get("kv_cache_memory_bytes", given))}
+    cache = footprint.key_value_cache(largest, config.engine_config.get("max_batch_tokens", 32768), number)
+    return {name: cache, "kept prompts": cache} if getattr(environment_class(config.env), "stop", ()) else {name: cache}
 
 
 def _process(gpus: float) -> dict[str, float]:

@@ -3,15 +3,17 @@
 Nothing of Ray is started: environment, policy and engine are built in this process as a runner and a learner would.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from rllib_mhgpo import footprint
+from rllib_mhgpo.algorithms.guards import check_agents
 from rllib_mhgpo.algorithms.opponents import random_reply
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.cli.index_checks import index_checks, search_check
@@ -74,15 +76,20 @@ class Bench:
 
 def system_checks(config: Any) -> Iterator[Finding]:
     """Yields what can be said of a configuration, in the order in which it would go wrong."""
-    shape = model_shape(config.llm, config.lora)
+    policies = [config.get_config_for_module(name) for name in config.policy_names]
+    trained = sum(model_shape(its.llm, its.lora).trained for its in policies)
     number = footprint.BFLOAT16 if config.dtype == "bfloat16" else footprint.FLOAT32
     yield gpus(asked_gpus(config))
-    yield shared_memory(0 if config.shares_module else shape.trained * number)
-    yield disk(12 * shape.trained)
-    yield sampler(config)
+    yield shared_memory(0 if config.shares_module else trained * number)
+    yield disk(12 * trained)
+    for its, whose in _models(config):
+        yield sampler(its, whose)
+        if its.llm != config.llm:
+            yield chat_template(its, whose, config.llm)
     yield from index_checks(config)
     try:
-        bench = _bench(config)
+        bench = Bench(config, config.make_env(load_tokenizer(config.llm), config.context), config.context)
+        check_agents(config, bench.agents)
     except MHGPOError as error:
         yield Finding("environment", "fail", str(error), "the message says what")
         return
@@ -91,21 +98,20 @@ def system_checks(config: Any) -> Iterator[Finding]:
         yield search_check(bench.env.unwrapped)
     yield groups(bench)
     yield from prompts(bench)
-    if shape.parameters > LARGE and not torch.cuda.is_available():
-        yield Finding(
-            "engine", "warn", f"not tried: {shape.parameters / 1e9:.1f} billion parameters and no GPU",
-            "run rllib doctor on the machine that trains",
-        )  # fmt: skip
-        return
-    yield from engine_checks(bench)
+    for its, whose in _models(config):
+        yield from engine_checks(replace(bench, config=its), whose)
 
 
-def _bench(config: Any) -> Bench:
-    context = config.context_of(config.llm)
-    return Bench(config, config.make_env(load_tokenizer(config.llm), context), context)
+def _models(config: Any) -> Iterator[tuple[Any, str]]:
+    """Yields a configuration for each model that is trained, and which policies begin with it, for a line's name."""
+    beginning: dict[str, list[str]] = defaultdict(list)
+    for name, llm in config.llms.items():
+        beginning[llm].append(name)
+    for names in beginning.values():
+        yield config.get_config_for_module(names[0]), f" of {', '.join(names)}" if config.policies else ""
 
 
-def sampler(config: Any) -> Finding:
+def sampler(config: Any, whose: str = "") -> Finding:
     """Names sampler settings that a model folder brings, and that are left aside."""
     found = generation_config(config.llm)
     settings = {key: getattr(found, key, None) for key in RESHAPING}
@@ -113,7 +119,19 @@ def sampler(config: Any) -> Finding:
     seen = f"temperature {config.temperature:g} alone shapes samples, for engine and learner"
     if left:
         seen += f"; left aside from generation_config.json: {', '.join(f'{k} {v}' for k, v in left.items())}"
-    return Finding("sampler", "ok", seen)
+    return Finding(f"sampler{whose}", "ok", seen)
+
+
+def chat_template(config: Any, whose: str, llm: str) -> Finding:
+    """Compares the chat template of a policy's own model with that of ``llm``, which makes all prompts."""
+    mine, usual = (load_tokenizer(name).chat_template for name in (config.llm, llm))
+    if mine == usual:
+        return Finding(f"chat template{whose}", "ok", f"that of llm, {llm!r}, by which all prompts are made")
+    return Finding(
+        f"chat template{whose}", "warn",
+        f"{config.llm!r} has {'another than' if mine else 'none, unlike'} llm, {llm!r}, by which all prompts are made",
+        "set llm to a model whose template this policy knows, or train it long enough to learn this one",
+    )  # fmt: skip
 
 
 def data(bench: Bench) -> Finding:
@@ -188,19 +206,30 @@ def prompts(bench: Bench) -> Iterator[Finding]:
         yield Finding("prompts", "warn", f"{len(voids)} of {len(trees)} rollouts voided: {voids[0]}", "see the message")
 
 
-def engine_checks(bench: Bench) -> Iterator[Finding]:
+def engine_checks(bench: Bench, whose: str = "") -> Iterator[Finding]:
     """Yields the engine against the learner before, under and after other weights."""
+    parameters = model_shape(bench.config.llm).parameters
+    if parameters > LARGE and not torch.cuda.is_available():
+        yield Finding(
+            f"engine{whose}", "warn", f"not tried: {parameters / 1e9:.1f} billion parameters and no GPU",
+            "run rllib doctor on the machine that trains",
+        )  # fmt: skip
+        return
     try:
         module, engine = _policy(bench.config)
-    except (ConfigError, EngineError) as error:
-        yield Finding("engine", "fail", str(error), "see docs/models.md")
+        learner = HFEngine(module.llm, module.eos_ids, module.dtype)
+        first = _first_batch(bench, engine, learner)
+    except MHGPOError as error:
+        yield Finding(f"engine{whose}", "fail", str(error), "see docs/models.md")
         return
-    learner = HFEngine(module.llm, module.eos_ids, module.dtype)
-    yield _first_batch(bench, engine, learner)
+    yield replace(first, name=f"engine{whose}")
+    pushes: Iterable[Finding] = [
+        Finding("weight push", "ok", "the engine shares the learner's weights, or takes adapters beside its own")
+    ]
     if isinstance(engine, VLLMEngine) and (bench.config.lora or {}).get("send") != "adapters":
-        yield from _canary(bench.config, engine, learner, module)
-    else:
-        yield Finding("weight push", "ok", "the engine shares the learner's weights, or takes adapters beside its own")
+        pushes = _canary(bench.config, engine, learner, module)
+    for found in pushes:
+        yield replace(found, name=f"weight push{whose}")
 
 
 def _policy(config: Any) -> tuple[LLMRLModule, HFEngine | VLLMEngine]:
@@ -214,7 +243,8 @@ def _policy(config: Any) -> tuple[LLMRLModule, HFEngine | VLLMEngine]:
         settings = {"tokenizer": module.tokenizer, **config.engine_config}
         return module, HFEngine(module.llm, module.eos_ids, module.dtype, **settings)
     require_vllm()
-    return module, vllm_engine(config, config.llm, Placement(config.num_gpus_per_env_runner if gpu else 0.0), None)
+    place = Placement(config.num_gpus_per_env_runner if gpu else 0.0, engines=len(config.policy_names))
+    return module, vllm_engine(config, config.llm, place, None)
 
 
 def _first_batch(bench: Bench, engine: HFEngine | VLLMEngine, learner: HFEngine) -> Finding:

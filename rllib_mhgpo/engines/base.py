@@ -55,6 +55,10 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Takes new weights by their names in the model's state dict."""
 
-    def remembering(self) -> AbstractContextManager[None]:
-        """The context in which weights stay as they are, so that a prompt that extends an earlier one is read on."""
+    def remembering(self, held: list[Any] | None = None) -> AbstractContextManager[None]:
+        """The context in which weights stay as they are, so that a prompt that extends an earlier one is read on.
+
+        Args:
+            held: what engines keep of prompts that have one bound together.
+        """
         return nullcontext()

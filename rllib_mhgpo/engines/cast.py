@@ -36,11 +36,12 @@ class Cast(Engine):
         self.default.load_weights(weights)
 
     @contextmanager
-    def remembering(self) -> Iterator[None]:
-        """The context in which every engine remembers."""
+    def remembering(self, held: list[Any] | None = None) -> Iterator[None]:
+        """The context in which every engine remembers, all together as much as one."""
+        shared = [] if held is None else held
         with ExitStack() as stack:
             for engine in {id(engine): engine for engine in (self.default, *self.others.values())}.values():
-                stack.enter_context(engine.remembering())
+                stack.enter_context(engine.remembering(shared))
             yield
 
 

@@ -73,9 +73,13 @@ class HFEngine(Engine):
         return sharing_of(self.model, "auto")
 
     @contextmanager
-    def remembering(self) -> Iterator[None]:
-        """The context in which prompts with stop texts are kept, since what comes after those extends them."""
-        self.memories = defaultdict(lambda: Memory(self.max_batch_tokens))
+    def remembering(self, held: list[Any] | None = None) -> Iterator[None]:
+        """The context in which prompts with stop texts are kept, since what comes after those extends them.
+
+        Of all agents, and with ``held`` of all engines that are given it, at most ``max_batch_tokens`` are.
+        """
+        shared = [] if held is None else held
+        self.memories = defaultdict(lambda: Memory(self.max_batch_tokens, shared))
         try:
             yield
         finally:

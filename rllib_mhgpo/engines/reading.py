@@ -44,26 +44,30 @@ class Pass(NamedTuple):
         return int(self.layers[0].keys.shape[0] * self.layers[0].keys.shape[2])
 
 
+Known = dict[int, dict[bytes, tuple[Pass, Ints]]]
+"""By length and tokens of a prompt: the pass that has read it, and where it stands in that."""
+
+
 class Memory:
-    """Passes over prompts that later ones may extend; the oldest are dropped.
+    """Passes of one set of weights over prompts that later ones may extend; the oldest are dropped.
 
     Args:
         most_tokens: places that are held, padding included.
+        held: passes of this memory and of others that share its bound, the oldest first, each with what knows of it.
     """
 
-    def __init__(self, most_tokens: int) -> None:
-        self.most_tokens = most_tokens
-        self.passes: list[Pass] = []
-        self.known: dict[int, dict[bytes, tuple[Pass, Ints]]] = {}
+    def __init__(self, most_tokens: int, held: list[tuple[Known, Pass]]) -> None:
+        self.most_tokens, self.held = most_tokens, held
+        self.known: Known = {}
 
     def keep(self, prompts: Sequence[Tokens], done: Pass) -> None:
         """Holds what a pass over prompts has found, where there is room for it."""
         if done.size > self.most_tokens:
             return
-        while done.size + sum(held.size for held in self.passes) > self.most_tokens:
-            self._drop(self.passes.pop(0))
+        while done.size + sum(held.size for _, held in self.held) > self.most_tokens:
+            _forget(*self.held.pop(0))
         done = done._replace(logits=done.logits.new_empty(0))
-        self.passes.append(done)
+        self.held.append((self.known, done))
         for number, places in zip(done.prompts, done.places, strict=True):
             length = len(prompts[number])
             self.known.setdefault(length, {})[prompts[number].tobytes()] = done, places[len(places) - length :]
@@ -79,9 +83,10 @@ class Memory:
                 return found[0], found[1][: len(prompt) - 1]
         return None
 
-    def _drop(self, dropped: Pass) -> None:
-        for length, known in self.known.items():
-            self.known[length] = {ids: found for ids, found in known.items() if found[0] is not dropped}
+
+def _forget(known: Known, dropped: Pass) -> None:
+    for length, prompts in known.items():
+        known[length] = {ids: found for ids, found in prompts.items() if found[0] is not dropped}
 
 
 def read_prompts(
@@ -140,7 +145,7 @@ def _read_once(
     new = np.array([number for number, past in enumerate(known) if past is None], dtype=np.int64)
     lone = [prompts[number] for number in new]
     for part in plan(lone, [_NOTHING] * len(lone), TOKENS_AT_ONCE, sharing) if lone else ():
-        yield _kept(memory, prompts, _read(model, prompts, part.renumbered(new), width))
+        yield _kept(memory, prompts, _read(model, prompts, part.renumbered(new), width, sharing.kernel))
     extended = [(number, *past) for number, past in enumerate(known) if past is not None]
     for batch in _in_batches(extended, prompts):
         yield _kept(memory, prompts, _read_on(model, prompts, batch, width))
@@ -152,10 +157,10 @@ def _kept(memory: Memory | None, prompts: Sequence[Tokens], done: Pass) -> Pass:
     return done
 
 
-def _read(model: PreTrainedModel, prompts: Sequence[Tokens], part: Rows, width: int) -> Pass:
+def _read(model: PreTrainedModel, prompts: Sequence[Tokens], part: Rows, width: int, kernel: str) -> Pass:
     """Reads some prompts from their beginnings."""
     layout = lay_out(prompts, [_NOTHING] * len(prompts), part, [_COUNTS] * len(prompts))
-    tensors, cache = as_tensors(layout, model.device), DynamicCache(config=model.config)
+    tensors, cache = as_tensors(layout, model.device, kernel), DynamicCache(config=model.config)
     with head_at(head_of(model), tensors["before"], lambda forward, hidden: forward(hidden)):
         said = run_rows(model, tensors, cache)[0]
     if any(layer.keys is None for layer in cache.layers):

@@ -7,8 +7,9 @@ no difference to the result.
 
 import fcntl
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from rllib_mhgpo.retrieval.store import (
 
 PLACE = 512  # passages encoded at a time
 _BLOCK = 65_536  # vectors added at a time
+LOCK = "building.lock"
 _ASKED = 200  # queries by which recall is measured
 
 Encode = Callable[[Path, Encoder, Sequence[int]], Iterator[tuple[int, Block]]]
@@ -123,12 +125,43 @@ def _alone(folder: Path) -> Iterator[None]:
     """Keeps other builds out of the folder; the lock ends with the process, however it ends."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise RetrievalError(f"{folder}: another process is building here. Wait for it, or choose another.") from error
+        with nullcontext() if _is_locked(handle, folder) else _marked(folder / LOCK):
+            yield
     finally:
         os.close(handle)
+
+
+def _is_locked(handle: int, folder: Path) -> bool:
+    """Locks a folder; False where its file system has no locks, as some of networks have none."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise RetrievalError(f"{folder}: another process is building here. Wait for it, or choose another.") from error
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _marked(place: Path) -> Iterator[None]:
+    """A file in the place of a lock: two builds at once could leave vectors of zeros."""
+    try:
+        with place.open("x") as file:
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    except FileExistsError as error:
+        holder = ""
+        with suppress(OSError):  # it has ended in this moment
+            holder = place.read_text()
+        raise RetrievalError(
+            f"{place}: {holder or 'another process'} is building here, or was killed while it did; this file system "
+            "has no locks that would tell. If it is gone, remove this file and build again."
+        ) from error
+    except OSError as error:
+        raise RetrievalError(f"{place}: cannot be written: {error}. Choose a place with room.") from error
+    try:
+        yield
+    finally:
+        place.unlink(missing_ok=True)
 
 
 def _make(folder: Path) -> None:
@@ -152,7 +185,7 @@ def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
                     " remove the folder, or choose another."
                 )
         return
-    if any(folder.iterdir()):
+    if any(file.name != LOCK for file in folder.iterdir()):
         raise RetrievalError(f"{folder}: expected a new or empty folder, found files in it. Choose another.")
     try:
         write_json(folder / BUILDING, plan)
