@@ -111,16 +111,19 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     def make_policies(self) -> None:
         """Builds own copies of the policies, for sampling alone: their weights have the size of ``dtype``."""
         if self.config.engine == "vllm":
-            place = Placement(self.config.num_gpus_per_env_runner, (self.config.seed or 0) + self.worker_index)
-            lora = self.config.lora
-            adapters = lora if lora is not None and lora["send"] == "adapters" else None
-            self.sample_from({DEFAULT_MODULE_ID: vllm_engine(self.config, self.config.llm, place, adapters)})
+            self.sample_from({name: self._vllm_engine(name) for name in self.config.policy_names})
             return
         specs = self.config.get_multi_rl_module_spec(spaces=self.get_spaces()).rl_module_specs
         modules = {name: specs[name].build() for name in self.config.policy_names}
         for module in modules.values():
             cast_parameters(module.llm, module.dtype)
         self.share_modules(modules)
+
+    def _vllm_engine(self, name: str) -> VLLMEngine:
+        its, seed = self.config.get_config_for_module(name), (self.config.seed or 0) + self.worker_index
+        place = Placement(self.config.num_gpus_per_env_runner, seed, len(self.config.policy_names))
+        adapters = its.lora if its.lora is not None and its.lora["send"] == "adapters" else None
+        return vllm_engine(its, its.llm, place, adapters)
 
     def share_modules(self, modules: Mapping[str, LLMRLModule]) -> None:
         """Samples from these modules from now on."""

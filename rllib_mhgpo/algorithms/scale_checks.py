@@ -81,7 +81,15 @@ def check_engine_place(config: "LLMConfig") -> None:
             "num_gpus_per_learner and engine: vllm, or leave it out."
         )
     if config.engine == "vllm" and "past" in config.opponents.values():
-        raise ConfigError("config: opponents: past needs the engine hf, which holds an earlier policy beside it.")
+        raise ConfigError(
+            "config: opponents: past needs the engine hf, which holds an earlier policy beside the present one; a "
+            "checkpoint or model folder plays with vllm too."
+        )
+    if len(config.policies) > 1 and config.weight_sync != "store":
+        raise ConfigError(
+            f"config: weight_sync: {config.weight_sync} moves the weights of one policy, found policies "
+            f"{list(config.policies)}; store takes each to the engine of its own."
+        )
     if config.weight_sync != "store" and (
         config.engine != "vllm" or not config.num_env_runners or not config.num_gpus_per_env_runner or config.lora
     ):
@@ -100,6 +108,11 @@ def check_engine_place(config: "LLMConfig") -> None:
         return
     if not config.num_gpus_per_env_runner:
         raise ConfigError("config: engine_config.enable_sleep_mode: expected num_gpus_per_env_runner above 0.")
+    if len(config.policies) > 1:
+        raise ConfigError(
+            f"config: engine_config.enable_sleep_mode: vLLM puts a whole process to sleep, found the engines of "
+            f"policies {list(config.policies)} in it; leave it out, or use one policy with lora.adapters."
+        )
     if config.sample_ahead:
         raise ConfigError("config: engine_config.enable_sleep_mode: an engine that samples ahead cannot sleep.")
 

@@ -182,6 +182,9 @@ def traffic(config: Any) -> Iterator[str]:
         shapes = [model_shape(policy.llm, policy.lora) for policy in policies]
         size = sum(shape.parameters if merged else shape.trained for shape in shapes) * number / 1e9
         yield f"A weight sync: {size:.3f} GB to each of {max(1, config.num_env_runners)} runners."
+    if config.engine == "vllm" and len(config.policies) > 1:
+        share = "GPU memory" if config.num_gpus_per_env_runner else "key-value cache"
+        yield f"A runner has {len(config.policies)} engines, one a policy, which share its {share} evenly."
 
 
 def requested(algorithm: Any, settings: Mapping[str, Any]) -> str:

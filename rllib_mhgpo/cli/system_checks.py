@@ -243,7 +243,8 @@ def _policy(config: Any) -> tuple[LLMRLModule, HFEngine | VLLMEngine]:
         settings = {"tokenizer": module.tokenizer, **config.engine_config}
         return module, HFEngine(module.llm, module.eos_ids, module.dtype, **settings)
     require_vllm()
-    return module, vllm_engine(config, config.llm, Placement(config.num_gpus_per_env_runner if gpu else 0.0), None)
+    place = Placement(config.num_gpus_per_env_runner if gpu else 0.0, engines=len(config.policy_names))
+    return module, vllm_engine(config, config.llm, place, None)
 
 
 def _first_batch(bench: Bench, engine: HFEngine | VLLMEngine, learner: HFEngine) -> Finding:

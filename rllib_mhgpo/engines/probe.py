@@ -38,6 +38,7 @@ class Probe:
         temperature: at which they are.
         tolerance: largest mean absolute difference.
         agent: whose adapter computed them.
+        policy: which of several they are of, for messages.
     """
 
     prompt: Tokens
@@ -46,6 +47,7 @@ class Probe:
     temperature: float
     tolerance: float
     agent: str = ""
+    policy: str = ""
 
     def check(self, engine: Scores) -> float:
         """Returns the mean absolute difference between the engine and the learner.
@@ -57,8 +59,9 @@ class Probe:
         difference = float(np.abs(found - self.expected).mean())
         if not difference <= self.tolerance:
             worst = int(np.abs(found - self.expected).argmax())
+            whose = f"the engine of policy {self.policy!r}" if self.policy else "the engine"
             raise SyncError(
-                f"the engine does not compute with the learner's weights: on a fixed sequence of {len(self.prompt)} + "
+                f"{whose} does not compute with the learner's weights: on a fixed sequence of {len(self.prompt)} + "
                 f"{len(self.response)} tokens their log-probabilities differ by {difference:.3g} a token, expected at "
                 f"most {self.tolerance:g}; at token {worst} the engine says {found[worst]:.6f}, the learner "
                 f"{self.expected[worst]:.6f}. `rllib doctor FILE` looks for the cause; the last checkpoint is good."

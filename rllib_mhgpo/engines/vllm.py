@@ -40,13 +40,23 @@ class Placement:
     Attributes:
         gpus: how many of the process's GPUs are its own, a share of one where below 1; 0 for the CPU.
         seed: of whatever a request's own seed does not decide.
+        engines: how many of a process share it evenly.
     """
 
     gpus: float = 0.0
     seed: int = 0
+    engines: int = 1
 
-    def settings(self, context: int) -> dict[str, Any]:
-        """Returns what vLLM is told of it, before ``engine_config`` has its say."""
+    def settings(self, context: int, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns what vLLM is told of it, ``given`` by ``engine_config`` or by default."""
+        settings = {**self._defaults(context), **(given or {})}
+        if settings.get("gpu_memory_utilization"):
+            settings["gpu_memory_utilization"] /= self.engines
+        if settings.get("kv_cache_memory_bytes"):
+            settings["kv_cache_memory_bytes"] //= self.engines
+        return settings
+
+    def _defaults(self, context: int) -> dict[str, Any]:
         if not self.gpus:
             # a prompt in pieces needs random generators that can be set back, which those of CPUs cannot
             whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_BATCH_TOKENS, context)}
@@ -114,9 +124,8 @@ class VLLMEngine(Engine):
                     generation_config="vllm",  # no top-p, top-k or penalty that a model folder brings
                     **{
                         "enable_prefix_caching": True,
-                        **self.place.settings(self.context),
                         **(self.adapters.engine_settings() if self.adapters else {}),
-                        **self.settings,
+                        **self.place.settings(self.context, self.settings),
                         "max_model_len": self.context,
                     },
                 )
