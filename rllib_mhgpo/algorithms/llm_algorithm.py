@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 from numpy.typing import NDArray
+from ray.exceptions import RayActorError
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core.learner.training_data import TrainingData
@@ -336,6 +337,9 @@ class LLMAlgorithm(Algorithm):
             self.learners.each(lambda learner: learner.gather())
         try:
             return whole_or_absent(self._save, path, **kwargs)
+        except RayActorError:
+            self.learners.confirm()
+            raise
         finally:
             if self.config.zero_stage == 3:
                 self.learners.each(lambda learner: learner.release())
@@ -344,6 +348,7 @@ class LLMAlgorithm(Algorithm):
         folder = str(super().save_to_path(path, **kwargs))
         if not all(any((Path(folder) / MODULES / name).glob("*.safetensors")) for name in self.config.policy_names):
             # RLlib asks a remote learner for no answer
+            self.learners.confirm()
             raise CheckpointError(f"{path}: a learner could not write its part of the checkpoint; its log says why.")
         for index in range(self.config.num_learners if self.config.zero_stage else 0):
             write_shard(Path(folder), index, self.learners.one(index, lambda learner: learner.shards()))
