@@ -32,7 +32,7 @@ def random_llama(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def training(folder: Path, engine: str, iterations: int = 3) -> dict[str, Any]:
+def training(folder: Path, engine: str, iterations: int = 3, **changes: Any) -> dict[str, Any]:
     """Trains on one GPU that a learner (bfloat16, ZeRO-3) and a runner share; returns what was measured."""
     import ray
     import torch
@@ -47,7 +47,7 @@ def training(folder: Path, engine: str, iterations: int = 3) -> dict[str, Any]:
         "llm": str(folder), "dtype": "bfloat16", "num_learners": 1, "num_gpus_per_learner": 0.6, "num_env_runners": 1,
         "num_gpus_per_env_runner": 0.4, "deepspeed": {"zero_stage": 3}, "gradient_checkpointing": True,
         "max_response_tokens": {"rewriter": 28, "reranker": 32, "answerer": 16}, "evaluation_interval": None, "seed": 0,
-        "engine": engine, "engine_config": {"max_model_len": 4096} if engine == "vllm" else {},
+        "engine": engine, "engine_config": {"max_model_len": 4096} if engine == "vllm" else {}, **changes,
     }).build_algo()  # fmt: skip
     rows = [algorithm.train() for _ in range(iterations)]
     peak = algorithm.learners.each(lambda _: torch.cuda.max_memory_allocated())[0]
@@ -57,10 +57,53 @@ def training(folder: Path, engine: str, iterations: int = 3) -> dict[str, Any]:
     measured = {name: median(row["time"][column] for row in rows[1:]) for name, column in names.items()}
     return {
         **measured,
+        "sync_logprob_diff": rows[-1]["sync_logprob_diff"],
+        "engine_logprob_diff": rows[-1]["engine_logprob_diff"],
         "tokens_per_s": rows[-1]["tokens_per_s"],
         "sync_mb": rows[-1]["sync_mb"],
         "learner_gb": peak / 1e9,
     }
+
+
+def kernels(folder: Path, prompt: int = 2000, group: int = 8, response: int = 32, times: int = 4) -> dict[str, Any]:
+    """Computes rows that branch by SDPA under a mask and by FlexAttention in blocks, forwards and backwards, bfloat16.
+
+    Returns, for each: seconds of a pass, peak memory in GB, and how far its log-probabilities are from SDPA's.
+    """
+    import torch
+
+    from rllib_mhgpo.llms import load_model
+    from rllib_mhgpo.modules.scoring import as_tensors, head_of, response_logprobs
+    from rllib_mhgpo.packing import Rows, lay_out
+
+    if not folder.is_dir():
+        random_llama(folder)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 100_000, prompt).astype(np.int32)] * group
+    responses = [rng.integers(0, 100_000, response).astype(np.int32) for _ in range(group)]
+    said = [np.ones(response, dtype=bool)] * group
+    layout = lay_out(prompts, responses, Rows([list(range(group))], "tree"), said)
+    told, first = {}, None
+    for kernel in ("sdpa", "flex_attention"):
+        model = load_model(str(folder), "bfloat16", kernel).to("cuda")
+        torch.cuda.reset_peak_memory_stats()
+        seconds = []
+        for _ in range(times):
+            started = time.perf_counter()
+            batch = as_tensors(layout, model.device, kernel)
+            logp = response_logprobs(model, head_of(model), batch, 1.0)[0]
+            logp.sum().backward()
+            model.zero_grad()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        first = logp.detach() if first is None else first
+        told[kernel] = {
+            "pass_s": median(seconds[1:]),  # the first compiles
+            "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+            "from_sdpa": float((logp - first).abs().max()),
+        }
+        del model, logp
+    return told
 
 
 def searching(folder: Path, count: int = 1_000_000, gpu: bool = True) -> dict[str, Any]:
@@ -99,9 +142,19 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {}
-    parts: dict[str, Callable[[], dict[str, Any]]] = {"searching": partial(searching, out)}
-    for engine in ("vllm", "hf"):
-        parts[f"training, engine {engine}"] = partial(training, out / "llama_1b", engine)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "searching": partial(searching, out),
+        "kernels": partial(kernels, out / "llama_1b"),
+    }
+    asleep = {"engine_config": {"max_model_len": 4096, "enable_sleep_mode": True}}
+    ways: dict[str, tuple[str, dict[str, Any]]] = {
+        "vllm": ("vllm", {}),
+        "vllm, IPC": ("vllm", {"weight_sync": "ipc"}),
+        "vllm, asleep in the update": ("vllm", asleep),
+        "hf": ("hf", {}),
+    }
+    for name, (engine, changes) in ways.items():
+        parts[f"training, engine {name}"] = partial(training, out / "llama_1b", engine, **changes)
     for name, part in parts.items():
         try:
             results[name] = part()

@@ -10,6 +10,9 @@ FLOAT32, BFLOAT16 = 4, 2
 LIVE = 10**9
 """Parameters that ZeRO-3 holds whole at a time: DeepSpeed's ``stage3_max_live_parameters`` by default."""
 
+REDUCE_BUCKET = 500_000_000
+"""Most numbers that ZeRO reduces at a time: DeepSpeed's own default."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -83,13 +86,25 @@ def frozen_weights(shape: Shape, how: Sharding) -> float:
     return shape.parameters * number / (how.learners if how.stage == 3 else 1)
 
 
+def reduce_bucket(shape: Shape, how: Sharding) -> float:
+    """Returns what ZeRO sums gradients in."""
+    number = BFLOAT16 if how.is_bfloat16 else FLOAT32
+    return float(min(shape.trained, REDUCE_BUCKET) * number) if how.stage else 0.0
+
+
+def layer_inputs(shape: Shape, tokens: int, number: int) -> float:
+    """Returns what checkpointing keeps of every layer."""
+    return float(tokens * shape.layers * shape.width * number)
+
+
 def activations(shape: Shape, tokens: int, number: int, checkpointing: bool) -> float:
     """Returns what the backward pass needs of ``tokens`` tokens; with checkpointing a vector a layer, and one layer."""
     queries, keys = shape.heads * shape.head, shape.kv_heads * shape.head
     # what autograd keeps of norms, attention and MLP; their sums are within a tenth of measured ones (docs/scaling.md)
     layer = 8 * shape.width + 4 * queries + 4 * keys + 5 * shape.inner
-    kept = shape.layers * shape.width + layer if checkpointing else shape.layers * layer
-    return float(tokens * kept * number)
+    if checkpointing:
+        return layer_inputs(shape, tokens, number) + float(tokens * layer * number)
+    return float(tokens * shape.layers * layer * number)
 
 
 def logits(shape: Shape, response_tokens: int) -> float:

@@ -53,8 +53,10 @@ class LLMLearner(TorchLearner):
         self.parallel: dict[str, Replica | ZeroShard] = {}
         for module_id in self.module.keys():  # noqa: SIM118  # a MultiRLModule is no dict
             module, optimizer = self.module[module_id], self.get_optimizer(module_id)
+            if config.torch_compile_learner:
+                module.compile(self._torch_compile_cfg)  # RLlib leaves out the modules of a MultiRLModule
             if config.gradient_checkpointing:
-                module.checkpoint_gradients()
+                module.checkpoint_gradients(config.gradient_checkpointing == "offload")
             if config.zero_stage:
                 shard = ZeroShard(module.llm, optimizer, config.deepspeed, config.grad_clip, module.dtype)
                 module.forward_through = shard.engine.__call__

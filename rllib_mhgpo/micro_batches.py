@@ -112,7 +112,7 @@ class MicroBatches:
         self.counts["computed"] += layout.tokens.size
         work = work or self.work
         self.counts["flops"] += passes * work.flops(layout.num_tokens, layout.num_seen, len(layout.targets))
-        tensors = as_tensors(layout, self.device)
+        tensors = as_tensors(layout, self.device, self.sharing.kernel)
         return Laid(batch, rows, tensors, torch.from_numpy(mask).view(layout.shape).to(self.device))
 
 

@@ -32,12 +32,14 @@ class Sharing:
         linear_cost: what a token costs beside attention, in comparisons with single keys.
         window: sequences longer than this have rows of their own.
         most_padding: tokens of padding in a micro-batch beyond which another pass costs less.
+        kernel: what computes attention, by transformers' name.
     """
 
     mode: str = "auto"
     linear_cost: float = 1024.0
     window: float = float("inf")
     most_padding: int = 256
+    kernel: str = "sdpa"
 
     def pays(self, row: "_Growing", grown: "_Growing", own: int, one_prompt: bool) -> bool:
         """Whether a sequence of ``own`` tokens joins a row, which would have grown with it."""
@@ -46,8 +48,9 @@ class Sharing:
         return self.mode == "auto" and self.cost(grown) < self.cost(row) + self.cost(_Growing([], own))
 
     def cost(self, row: "_Growing") -> float:
-        """What a row costs; kernels skip half of the attention where nothing branches, since no mask is needed."""
-        return row.length * (self.linear_cost + (row.length if row.branches else row.length / 2))
+        """What a row costs; kernels skip half of the attention, except SDPA's where a row branches and needs a mask."""
+        seen = row.length if row.branches and self.kernel == "sdpa" else row.length / 2
+        return row.length * (self.linear_cost + seen)
 
 
 def _key(ids: Tokens) -> bytes:

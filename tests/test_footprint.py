@@ -123,6 +123,25 @@ def test_prompts_that_later_ones_extend_are_in_the_plan(tmp_path: Path) -> None:
     assert kept("engine=vllm") == kept("env=search", "run=MHGPO") == []
 
 
+def test_offloaded_inputs_of_layers_leave_the_gpu(tmp_path: Path) -> None:
+    """8,192 tokens, 32 layers, 4,096 wide, 2 bytes; and ZeRO's 500 million numbers of 2 bytes."""
+    file = tmp_path / "large.yaml"
+    file.write_text(
+        f"large: {{run: MHGPO, config: {{llm: {LLAMA}, dtype: bfloat16, num_learners: 8, num_gpus_per_learner: 1, "
+        "deepspeed: {zero_stage: 3}, env_config: {questions: 'minipedia:train'}}}"
+    )
+
+    def learner(part: str, how: str) -> float:
+        _, shown = plan(str(file), "--gpu-gb", "80", "--set", f"gradient_checkpointing={how}")
+        (line,) = (line for line in shown.splitlines() if part in line)
+        return float(re.findall(r"[\d.]+", line)[0])
+
+    inputs = 8192 * 32 * 4096 * 2 / 1e9
+    assert learner("activations", "true") - learner("activations", "offload") == pytest.approx(inputs, abs=0.02)
+    assert learner("offloaded to the CPU", "offload") == pytest.approx(inputs, abs=0.02)
+    assert learner("gradient bucket", "true") == 1.0
+
+
 def test_what_does_not_fit_is_said_with_the_remedy(tmp_path: Path) -> None:
     file = tmp_path / "large.yaml"
     file.write_text(

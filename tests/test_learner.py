@@ -11,6 +11,7 @@ from ray.rllib.core.learner.training_data import TrainingData
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.algorithms.objective import PolicyLearner
 from rllib_mhgpo.credit import token_weights
+from rllib_mhgpo.modules import llm_module
 from rllib_mhgpo.packing import Rows, lay_out
 from rllib_mhgpo.sharding import cast_parameters
 from rllib_mhgpo.train_batch import TrainBatch
@@ -24,8 +25,9 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_toy(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def make_learner(folder: Path, **settings: Any) -> PolicyLearner:
+def make_learner(folder: Path, framework: dict[str, Any] | None = None, **settings: Any) -> PolicyLearner:
     config = MHGPOConfig().training(**{"llm": str(folder), "lr": 1e-2, "kl_beta": 0.04, "grad_clip": None, **settings})
+    config.framework(**(framework or {}))
     learner = PolicyLearner(config=config, module_spec=multi_spec(config))
     learner.build()
     return learner
@@ -265,10 +267,11 @@ def test_the_loss_is_that_of_an_independent_float64_version(folder: Path) -> Non
     assert loss == pytest.approx(numpy_loss(learner, batch), rel=1e-4, abs=1e-6)
 
 
-def test_gradient_checkpointing_computes_layers_twice_and_changes_nothing(folder: Path) -> None:
+@pytest.mark.parametrize("how", [True, "offload"])
+def test_gradient_checkpointing_computes_layers_twice_and_changes_nothing(folder: Path, how: Any) -> None:
     batch = make_batch()
     expected = gradient(make_learner(folder), batch)
-    learner = make_learner(folder, gradient_checkpointing=True)
+    learner = make_learner(folder, gradient_checkpointing=how)
     llm = learner.module["default_policy"].llm
     passes: list[int] = []
     layer = next(module for module in llm.modules() if type(module).__name__ in ("LlamaMLP", "GPT2MLP"))
@@ -280,6 +283,40 @@ def test_gradient_checkpointing_computes_layers_twice_and_changes_nothing(folder
     assert len(passes) == 3 * len(learner.policy.micro.cut(batch, np.arange(len(batch))))
     assert torch.allclose(found, expected, atol=1e-6 * max(1, expected.abs().max().item()))
     assert not any(module.training for module in llm.modules())
+
+
+def test_offloading_keeps_the_inputs_of_layers_and_nothing_else_on_the_cpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[tuple[int, ...]] = []
+
+    def on_cpu(pin_memory: bool) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(tuple(t.shape)), t)[1], lambda t: t)  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(llm_module, "save_on_cpu", on_cpu)
+    learner, batch = (
+        make_learner(folder, gradient_checkpointing="offload", max_tokens_per_microbatch=10**6),
+        make_batch(),
+    )
+    gradient(learner, batch)
+    layers, width = learner.module["default_policy"].llm.config.num_hidden_layers, 32
+    inputs = [shape for shape in kept if shape[-1:] == (width,)]
+    assert len(inputs) == layers * len(learner.policy.micro.cut(batch, np.arange(len(batch))))
+    assert sum(np.prod(shape) for shape in kept if shape not in inputs) < sum(map(np.prod, inputs)) / 10
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_have_the_same_gradient(folder: Path, checkpointing: bool) -> None:
+    """RLlib's key, on a backend that traces and generates no code."""
+    batch = make_batch()
+    expected = gradient(make_learner(folder), batch)
+    framework = {"torch_compile_learner": True, "torch_compile_learner_dynamo_backend": "eager"}
+    compiled = make_learner(folder, framework, gradient_checkpointing=checkpointing)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    found = gradient(compiled, batch)
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    assert torch.allclose(found, expected, atol=1e-6 * max(1, expected.abs().max().item()))
 
 
 def test_bfloat16_leaves_positions_as_they_are(folder: Path) -> None:

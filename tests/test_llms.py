@@ -248,3 +248,8 @@ def test_smollm2_converts_and_knows_the_capital_of_france(tmp_path: Path, monkey
     ids = generate(**tokenizer(str(text), return_tensors="pt"), max_new_tokens=12, do_sample=False)[0]
     assert "Paris" in tokenizer.decode(ids)
     assert ids[-1] in eos_ids(folder, tokenizer)
+
+
+def test_kernels_that_are_not_installed_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"attn_implementation: flash_attention_2 does not run .* Leave it out"):
+        load_model(str(save_toy(tmp_path)), attention="flash_attention_2")

@@ -195,6 +195,44 @@ def test_sharing_goes_with_checkpointing_and_adapters(tmp_path: Path, settings: 
     assert (found[0] - found[1]).abs().max() < 1e-5 * found[1].abs().max()
 
 
+@pytest.fixture
+def flex_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention's own arithmetic instead of its kernels, which compile for minutes and have no gradient on CPUs."""
+    from torch.nn.attention import flex_attention as torch_flex
+    from transformers.integrations import flex_attention as transformers_flex
+
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
+
+    def plainly(*states: Any, training: bool, **how: Any) -> Any:
+        return torch_flex.flex_attention(*states, **how)
+
+    monkeypatch.setattr(transformers_flex, "compile_friendly_flex_attention", plainly)
+
+
+@pytest.mark.usefixtures("flex_on_cpu")
+@pytest.mark.parametrize(("kind", "checkpointing"), [("llama", False), ("qwen2", True)])
+def test_flex_attention_has_the_gradient_of_unpadded_rows(tmp_path: Path, kind: str, checkpointing: bool) -> None:
+    """Rows of 40 and of 200 tokens: less than one of its blocks, and two."""
+    settings: dict[str, Any] = {"gradient_checkpointing": checkpointing, "attn_implementation": "flex_attention"}
+    folder, batch = save_toy(tmp_path, kind), tree_batch()
+    long = np.random.default_rng(1).integers(0, 256, 170).astype(np.int32)
+    batch = TrainBatch(**{**vars(batch), "prompts": [np.concatenate([long, batch.prompts[0]]), *batch.prompts[1:]]})
+    learner = make_learner(folder, packing="shared", **settings)
+    assert (learner.policy.micro.sharing.mode, learner.policy.micro.sharing.kernel) == ("shared", "flex_attention")
+    expected = gradient(make_learner(folder, packing="off"), batch)
+    assert (gradient(learner, batch) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_flex_attention_makes_rows_that_branch_as_cheap_as_others() -> None:
+    """100 and 2 x 40 tokens: 180 x 180 comparisons under a mask, twice 140 x 140 / 2 apart, 180 x 180 / 2 in blocks."""
+    prompts, responses = [np.arange(100, dtype=np.int32)] * 2, [np.full(41, token, np.int32) for token in (1, 2)]
+    rows = {
+        kernel: sum(len(part.rows) for part in plan(prompts, responses, 8192, Sharing("auto", 1.0, kernel=kernel)))
+        for kernel in ("sdpa", "flex_attention")
+    }
+    assert rows == {"sdpa": 2, "flex_attention": 1}
+
+
 class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the size of the largest tensor with a vocabulary's width, forwards and backwards."""
 

@@ -293,8 +293,15 @@ def test_guards_stop_a_run(make: Make, guard: dict[str, float], message: str) ->
         ({"deepspeed": {"zero_stage": 3}, "num_learners": 2, "reference_refresh": 2}, "is not sharded"),
         (
             {"deepspeed": {"zero_stage": 2, "config": {"activation_checkpointing": {}}}, "num_learners": 2},
-            "activation_checkpointing: has no effect",
+            "activation_checkpointing: has no effect .* gradient_checkpointing: offload",
         ),
+        (
+            {"torch_compile_learner": True, "deepspeed": {"zero_stage": 3}, "num_learners": 2},
+            "torch_compile_learner: ZeRO-3 gathers layers",
+        ),
+        ({"attn_implementation": "flex_attention"}, "flex_attention has kernels .* on GPUs alone"),
+        ({"attn_implementation": "flex"}, "attn_implementation: .*'flex_attention'.* found 'flex'"),
+        ({"gradient_checkpointing": "cpu"}, "gradient_checkpointing: .* or 'offload'; found 'cpu'"),
         ({"max_kl": 0.5, "kl_beta": 0.0}, "max_kl: expected a kl_beta above 0"),
         ({"num_learners": 2, "num_gpus_per_learner": 0.5}, "num_gpus_per_learner: expected more than 0.5, found 0.5"),
     ],

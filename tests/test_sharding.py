@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import spawn
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.algorithms.objective import PolicyLearner
 from rllib_mhgpo.modules import scoring
-from rllib_mhgpo.sharding import ZeroShard
+from rllib_mhgpo.sharding import ZeroShard, deepspeed_config
 from rllib_mhgpo.train_batch import TrainBatch
 from tests.test_learner import make_batch, multi_spec
 from tests.toys import save_toy
@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero2_offload": {"deepspeed": {"zero_stage": 2, "offload_optimizer": True}},
     "zero3_offload": {
         "deepspeed": {"zero_stage": 3, "offload_optimizer": True, "offload_param": True},
-        "gradient_checkpointing": True,
+        "gradient_checkpointing": "offload",
     },
 }
 """How two learners share a model: a copy each, or spread, some of it beside the device's memory."""
@@ -179,3 +179,14 @@ def test_a_loss_of_nan_on_one_learner_changes_nothing_on_any(folder: Path, tmp_p
         assert found["skipped"].tolist() == [1, *[0] * len(expected)], way
         for name, moved in expected.items():
             assert np.linalg.norm(found[name] - moved) <= 1e-4 * np.linalg.norm(moved), (way, name)
+
+
+def test_no_more_is_allocated_for_sums_of_gradients_than_there_are() -> None:
+    """DeepSpeed's 500 million numbers are 2 GB, which a deterministic torch fills in every micro-batch."""
+
+    def bucket(parameters: int, **zero: Any) -> int:
+        settings = {"zero_stage": 2, "config": {"zero_optimization": zero}}
+        found = deepspeed_config(settings, None, torch.float32, parameters)["zero_optimization"]["reduce_bucket_size"]
+        return int(found)
+
+    assert [bucket(1000), bucket(8_000_000_000), bucket(1000, reduce_bucket_size=7)] == [1000, 500_000_000, 7]

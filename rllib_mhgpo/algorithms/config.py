@@ -40,6 +40,10 @@ class LLMConfig(AlgorithmConfig):
     dtype: Annotated[Literal["float32", "bfloat16"], Field(description="of forward passes; weights are float32")] = (
         "float32"
     )
+    attn_implementation: Annotated[
+        Literal["sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None,
+        Field(description="attention kernels of the update, by transformers' names; null: its own choice"),
+    ] = None
     engine: Annotated[Literal["hf", "vllm"], Field(description="what generates: the training module, or vLLM")] = "hf"
     engine_config: Annotated[
         dict[str, Any], Field(description="hf: max_batch_tokens; vllm: arguments of vllm.LLM")
@@ -57,7 +61,8 @@ class LLMConfig(AlgorithmConfig):
         Field(description="train adapters alone: rank, alpha, target_modules, adapters (agents with their own), send"),
     ] = None
     gradient_checkpointing: Annotated[
-        bool, Field(description="compute activations again in the backward pass instead of keeping them")
+        Literal[False, True, "offload"],
+        Field(description="compute layers again in the backward pass; offload: keep their inputs in the CPU's memory"),
     ] = False
     deepspeed: Annotated[
         dict[str, Any] | None,
@@ -122,7 +127,6 @@ class LLMConfig(AlgorithmConfig):
     ] = None
     clip_low: Annotated[float, Field(ge=0, lt=1, description="lower clip bound")] = 0.2
     clip_high: Annotated[float, Field(ge=0, description="upper clip bound")] = 0.2
-
     loss_aggregation: Annotated[
         Literal["agent_mean", "sequence_mean", "token_mean", "fixed_length"], Field(description="what a token weighs")
     ] = "agent_mean"
@@ -385,7 +389,7 @@ class LLMConfig(AlgorithmConfig):
         """The language model as RLModule."""
         from rllib_mhgpo.modules import LLMRLModule
 
-        settings = {"llm": self.llm, "dtype": self.dtype, "temperature": self.temperature, "lora": self.lora}
+        settings = {key: self[key] for key in ("llm", "dtype", "temperature", "lora", "attn_implementation")}
         return RLModuleSpec(module_class=LLMRLModule, model_config=settings)
 
     def get_multi_rl_module_spec(self, *, spaces: Any = None, **kwargs: Any) -> MultiRLModuleSpec:

@@ -18,7 +18,8 @@ USED_RLLIB_KEYS = {
     "num_cpus_for_main_process", "placement_strategy", "evaluation_interval", "log_level", "framework", "framework_str",
     "callbacks_on_algorithm_init", "callbacks_on_environment_created", "callbacks_on_sample_end",
     "callbacks_on_episode_end", "callbacks_on_train_result", "callbacks_on_evaluate_start",
-    "callbacks_on_evaluate_end", "callbacks_on_checkpoint_loaded", "policy_mapping_fn",
+    "callbacks_on_evaluate_end", "callbacks_on_checkpoint_loaded", "policy_mapping_fn", "torch_compile_learner",
+    "torch_compile_learner_dynamo_backend", "torch_compile_learner_dynamo_mode",
 }  # fmt: skip
 
 Tokens = Annotated[int, Field(ge=1, strict=True)]
@@ -37,6 +38,7 @@ RLLIB_TYPES: dict[str, Any] = {
     "sample_timeout_s": Number,
     "evaluation_interval": Count | None,
     "num_cpus_for_main_process": Number,
+    "torch_compile_learner": bool,
 }
 """What RLlib's keys must be; RLlib itself takes anything."""
 
@@ -93,7 +95,7 @@ def _type_name(kind: Any) -> str:
         return _type_name(kind.__origin__)
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return " or ".join(repr(value) for value in inner)
+        return " or ".join(repr(value) if isinstance(value, str) else json.dumps(value) for value in inner)
     if origin in (Union, UnionType):
         return " or ".join(_type_name(part) for part in inner)
     name = "null" if kind is type(None) else getattr(origin or kind, "__name__", str(kind))

@@ -90,7 +90,7 @@ class MAPPOConfig(LLMConfig):
                 module_class=LLMCriticModule,
                 observation_space=policy.observation_space,
                 action_space=policy.action_space,
-                model_config={"llm": self.critic_llm or self.llm, "dtype": self.dtype},
+                model_config={**policy.model_config, "llm": self.critic_llm or self.llm},
             )
         return spec
 

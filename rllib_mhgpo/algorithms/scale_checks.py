@@ -49,12 +49,14 @@ def check_scale(config: "LLMConfig") -> None:
     if "activation_checkpointing" in more:
         raise ConfigError(
             "config: deepspeed.config.activation_checkpointing: has no effect on models of transformers; "
-            "gradient_checkpointing: true computes activations again instead of keeping them."
+            "gradient_checkpointing: offload keeps layers' inputs in the CPU's memory and computes the rest again."
         )
     if config.reference_refresh and config.zero_stage == 3:
         raise ConfigError("config: reference_refresh: a reference that follows is not sharded; use zero_stage 2.")
     if len(given) > 1 and not config.zero_stage:
         raise ConfigError("config: deepspeed: offloading and DeepSpeed's own keys need a zero_stage of 1 to 3.")
+    if config.torch_compile_learner and config.zero_stage == 3:
+        raise ConfigError("config: torch_compile_learner: ZeRO-3 gathers layers in hooks; use a zero_stage below 3.")
     share, strategy = config.num_gpus_per_learner, config.placement_strategy
     if config.num_learners > 1 and 0 < share <= 0.5 and "SPREAD" not in strategy:
         raise ConfigError(
@@ -73,6 +75,11 @@ def check_scale(config: "LLMConfig") -> None:
 def check_engine_place(config: "LLMConfig") -> None:
     """Refuses engines, and ways of weights to them, that the machine's parts do not allow."""
     check_engine(config.engine, config.engine_config)
+    if config.attn_implementation == "flex_attention" and (config.engine == "hf" or not config.num_gpus_per_learner):
+        raise ConfigError(
+            "config: attn_implementation: flex_attention has kernels for the rows of an update on GPUs alone; set "
+            "num_gpus_per_learner and engine: vllm, or leave it out."
+        )
     if config.engine == "vllm" and "past" in config.opponents.values():
         raise ConfigError("config: opponents: past needs the engine hf, which holds an earlier policy beside it.")
     if config.weight_sync != "store" and (

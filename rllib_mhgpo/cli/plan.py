@@ -121,12 +121,17 @@ def processes(config: Any) -> Iterator[Process]:
     largest = max(shapes, key=lambda shape: shape.parameters)  # one policy computes at a time
     if hasattr(config, "critic_lr"):
         parts["critic"] = sum(footprint.model_states(model_shape(config.critic_llm or config.llm), how).values())
-    parts["activations"] = footprint.activations(largest, tokens, number, config.gradient_checkpointing)
+    parts["activations"] = footprint.activations(largest, tokens, number, bool(config.gradient_checkpointing))
     parts["logits"] = footprint.logits(largest, min(tokens // 2, max(1, LOGITS_AT_ONCE // largest.vocabulary)))
+    if how.stage:
+        parts["gradient bucket"] = footprint.reduce_bucket(largest, how)
     if how.stage == 3:
         parts["layers gathered"] = footprint.gathered(largest, how)
     moved = [name for name, off in (("optimizer", how.offload_optimizer), ("weights", how.offload_param)) if off]
     offloaded = sum(parts.pop(name) for name in moved)
+    if config.gradient_checkpointing == "offload":
+        inputs = footprint.layer_inputs(largest, tokens, number)
+        parts["activations"], offloaded = parts["activations"] - inputs, offloaded + inputs
     caches = _caches(config, largest, number)
     if config.shares_module:
         yield Process("all in one", 1, 0, {**parts, **caches, "process": PROCESS})

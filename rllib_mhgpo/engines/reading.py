@@ -145,7 +145,7 @@ def _read_once(
     new = np.array([number for number, past in enumerate(known) if past is None], dtype=np.int64)
     lone = [prompts[number] for number in new]
     for part in plan(lone, [_NOTHING] * len(lone), TOKENS_AT_ONCE, sharing) if lone else ():
-        yield _kept(memory, prompts, _read(model, prompts, part.renumbered(new), width))
+        yield _kept(memory, prompts, _read(model, prompts, part.renumbered(new), width, sharing.kernel))
     extended = [(number, *past) for number, past in enumerate(known) if past is not None]
     for batch in _in_batches(extended, prompts):
         yield _kept(memory, prompts, _read_on(model, prompts, batch, width))
@@ -157,10 +157,10 @@ def _kept(memory: Memory | None, prompts: Sequence[Tokens], done: Pass) -> Pass:
     return done
 
 
-def _read(model: PreTrainedModel, prompts: Sequence[Tokens], part: Rows, width: int) -> Pass:
+def _read(model: PreTrainedModel, prompts: Sequence[Tokens], part: Rows, width: int, kernel: str) -> Pass:
     """Reads some prompts from their beginnings."""
     layout = lay_out(prompts, [_NOTHING] * len(prompts), part, [_COUNTS] * len(prompts))
-    tensors, cache = as_tensors(layout, model.device), DynamicCache(config=model.config)
+    tensors, cache = as_tensors(layout, model.device, kernel), DynamicCache(config=model.config)
     with head_at(head_of(model), tensors["before"], lambda forward, hidden: forward(hidden)):
         said = run_rows(model, tensors, cache)[0]
     if any(layer.keys is None for layer in cache.layers):

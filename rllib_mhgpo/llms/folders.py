@@ -51,28 +51,30 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     return tokenizer
 
 
-def load_model(name: str, dtype: str = "float32") -> "PreTrainedModel":
+def load_model(name: str, dtype: str = "float32", attention: str | None = None) -> "PreTrainedModel":
     """Loads a causal language model in eval mode on the CPU, every weight of it from the files.
 
     Args:
         name: what :func:`resolve_llm` accepts.
         dtype: ``float32`` or ``bfloat16``.
+        attention: kernels by transformers' name, its own choice when None.
 
     Raises:
-        ModelError: another dtype, an unknown folder or hub id, no config, no safetensors weights, weights that do not
-            fill the model, an architecture that transformers does not bring itself.
+        ModelError: another dtype, kernels that are not installed, an unknown folder or hub id, no config, no
+            safetensors weights, weights that do not fill the model, an architecture that transformers does not bring
+            itself.
     """
     if dtype not in DTYPES:
         raise ModelError(
             f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}.{did_you_mean(str(dtype), DTYPES)}"
         )
     place = resolve_llm(name)
-    model, report = _load("AutoModelForCausalLM", name, place, dtype)
+    model, report = _load("AutoModelForCausalLM", name, place, dtype, attn_implementation=attention)
     check_complete(place, type(model).__name__, report)
     return model
 
 
-def load_critic(name: str) -> "PreTrainedModel":
+def load_critic(name: str, attention: str | None = None) -> "PreTrainedModel":
     """Loads a model's body under a head of one number a token; a head that is not in the files is 0 throughout.
 
     Raises:
@@ -84,7 +86,9 @@ def load_critic(name: str) -> "PreTrainedModel":
     place, verbosity = resolve_llm(name), logging.get_verbosity()
     logging.set_verbosity_error()  # a head that is not in the files is no news
     try:
-        model, report = _load("AutoModelForTokenClassification", name, place, "float32", num_labels=1)
+        model, report = _load(
+            "AutoModelForTokenClassification", name, place, "float32", num_labels=1, attn_implementation=attention
+        )
     finally:
         logging.set_verbosity(verbosity)
     head = {key for key in report["missing_keys"] if key.split(".")[0] in ("score", "classifier")}
@@ -113,6 +117,13 @@ def _load(auto: str, name: str, place: str, dtype: str, **settings: Any) -> tupl
             **settings,
         )
     except Exception as error:
+        kernel = settings["attn_implementation"]
+        if kernel is not None and isinstance(error, ImportError | ValueError) and "ttention" in str(error):
+            reason = str(error).strip().partition("\n")[0]
+            raise ModelError(
+                f"attn_implementation: {kernel} does not run {name!r} here: {reason} Leave it out for torch's own "
+                "kernels."
+            ) from error
         raise unloadable("model", name, place, error) from error
     model.train(False)
     return model, report

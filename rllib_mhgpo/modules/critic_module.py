@@ -22,7 +22,7 @@ class LLMCriticModule(LLMRLModule):
         """Loads the body; a head that is not in the files starts at 0."""
         name = self.model_config["llm"]
         self.tokenizer = load_tokenizer(name)
-        self.llm = load_critic(name)
+        self.llm = load_critic(name, self.model_config.get("attn_implementation"))
         self.dtype = getattr(torch, self.model_config.get("dtype", "float32"))
         self.gathered, self.recomputed, self.lora = {}, [], None
 

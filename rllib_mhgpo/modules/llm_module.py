@@ -17,6 +17,7 @@ from ray.rllib.core.rl_module.torch import TorchRLModule
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.autograd.graph import save_on_cpu
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rllib_mhgpo.errors import CheckpointError
@@ -30,7 +31,7 @@ WEIGHTS = "*.safetensors"
 
 
 class LLMRLModule(TorchRLModule):
-    """One language model; ``model_config`` holds ``llm``, ``dtype`` and ``temperature``.
+    """One language model; ``model_config`` holds ``llm``, ``dtype``, ``temperature`` and ``attn_implementation``.
 
     Weights are float32; ``dtype: bfloat16`` runs forward passes under autocast. Dropout is off in training too, since
     otherwise a fresh sample's ratio would not be 1.
@@ -52,7 +53,7 @@ class LLMRLModule(TorchRLModule):
         """Loads model and tokenizer."""
         name = self.model_config["llm"]
         self.tokenizer = load_tokenizer(name)
-        self.llm = load_model(name)
+        self.llm = load_model(name, attention=self.model_config.get("attn_implementation"))
         self.eos_ids = eos_ids(self.llm, self.tokenizer)
         self.lora = self.model_config.get("lora")
         if self.lora is not None:
@@ -161,10 +162,31 @@ class LLMRLModule(TorchRLModule):
         context: contextlib.AbstractContextManager[Any] = self.llm.disable_adapter()
         return context
 
-    def checkpoint_gradients(self) -> None:
-        """Keeps no activations inside layers, which are computed again in the backward pass."""
+    def compile(self, compile_config: Any) -> None:
+        """Compiles the layers, which are alike, one by one, where RLlib would compile whole forward passes.
+
+        Args:
+            compile_config: what ``torch_compile_learner`` and the keys beside it say.
+        """
+        for layer in self._layers():
+            layer.compile(
+                backend=compile_config.torch_dynamo_backend, mode=compile_config.torch_dynamo_mode, dynamic=True
+            )
+
+    def _layers(self) -> list[torch.nn.Module]:
+        return [layer for layer in self.llm.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+    def checkpoint_gradients(self, offload: bool = False) -> None:
+        """Keeps no activations inside layers, which are computed again in the backward pass.
+
+        Args:
+            offload: keep the layers' inputs in the CPU's memory.
+        """
         self.llm.gradient_checkpointing_enable({"use_reentrant": False})
-        self.recomputed = [layer for layer in self.llm.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        self.recomputed = self._layers()
+        for layer in self.recomputed if offload else ():
+            function: Any = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = _keeping_inputs_on_cpu(function)  # type: ignore[assignment]
 
     @contextlib.contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -235,6 +257,16 @@ class LLMRLModule(TorchRLModule):
             self.set_state({name: tensor for file in files for name, tensor in load_file(file).items()})
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path}: the weights cannot be read: {error}.") from error
+
+
+def _keeping_inputs_on_cpu(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes what a checkpoint saves, its inputs, be saved in the CPU's memory."""
+
+    def run(layer: Callable[..., Any], *inputs: Any) -> Any:
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return checkpoint(layer, *inputs)
+
+    return run
 
 
 def to_array(tensor: Tensor) -> NDArray[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, PreTrainedModel
 
@@ -28,12 +29,15 @@ SAME = 1e-3
 Batch = Mapping[str, Any]
 
 
-def as_tensors(layout: Layout, device: torch.device) -> dict[str, Any]:
-    """Returns a layout's fields by name, arrays as tensors."""
-    return {
+def as_tensors(layout: Layout, device: torch.device, kernel: str = "sdpa") -> dict[str, Any]:
+    """Returns a layout's fields by name, arrays as tensors, and where rows branch the ``mask`` that a kernel takes."""
+    tensors = {
         name: torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
         for name, value in layout._asdict().items()
     }
+    if layout.attention == "tree":
+        tensors["mask"] = MASKS[kernel](tensors["ends"])
+    return tensors
 
 
 def response_values(run: Callable[..., Any], head: torch.nn.Module, batch: Batch) -> Tensor:
@@ -115,7 +119,7 @@ def run_rows(run: Callable[..., Any], batch: Batch, cache: Cache | None = None) 
     """
     more: dict[str, Any] = {} if batch["attention"] == "causal" else {"position_ids": batch["positions"]}
     if batch["attention"] == "tree":
-        more["attention_mask"] = tree_mask(batch["ends"])
+        more["attention_mask"] = batch["mask"]
     if cache is not None:
         more["past_key_values"] = cache
     logits: Tensor = run(input_ids=batch["tokens"], use_cache=cache is not None, **more).logits
@@ -132,6 +136,20 @@ def tree_mask(ends: Tensor) -> Tensor:
     return ((place <= place[:, None]) & (place[:, None] < ends[:, None, :]))[:, None]
 
 
+def tree_blocks(ends: Tensor) -> BlockMask:
+    """Returns the same for FlexAttention, whose kernels pass over blocks in which no token sees another."""
+    rows, length = ends.shape
+
+    def sees(row: Tensor, head: Tensor, one: Tensor, other: Tensor) -> Tensor:
+        return (other <= one) & (one < ends[row, other])
+
+    return create_block_mask(sees, rows, None, length, length, device=ends.device)
+
+
+MASKS: dict[str, Callable[[Tensor], Any]] = {"sdpa": tree_mask, "flex_attention": tree_blocks}
+"""What tells each kernel which token sees which; others take no such mask."""
+
+
 def head_of(llm: torch.nn.Module) -> torch.nn.Module:
     """Returns the module that makes a model's logits, of words or of a single number."""
     words = llm.get_output_embeddings()  # type: ignore[operator]
@@ -140,7 +158,7 @@ def head_of(llm: torch.nn.Module) -> torch.nn.Module:
     return next(getattr(llm, name) for name in ("score", "classifier") if hasattr(llm, name))  # type: ignore[no-any-return]
 
 
-def is_head_last(llm: torch.nn.Module) -> bool:
+def is_head_last(llm: PreTrainedModel) -> bool:
     """Whether nothing changes logits after the head, so that they can be scored inside it; found by trying."""
     return _same(_tried(llm, "causal", in_pieces=False), _tried(llm, "causal", in_pieces=True))
 
@@ -150,7 +168,7 @@ def shares_rows(llm: PreTrainedModel, attention: Attention) -> bool:
 
     A model whose attention knows only distances within a row (ALiBi), or that has states instead, does not.
     """
-    if attention == "tree" and llm.config._attn_implementation != "sdpa":  # others take masks of their own kind
+    if attention == "tree" and llm.config._attn_implementation not in MASKS:
         return False
     try:
         return _same(_tried(llm, "causal", in_pieces=False), _tried(llm, attention, in_pieces=False))
@@ -163,14 +181,15 @@ def sharing_of(llm: PreTrainedModel, mode: str) -> Sharing:
 
     A model that cannot share rows has rows back to back where its attention has kernels for that.
     """
+    kernel = str(llm.config._attn_implementation)
     if mode in ("auto", "shared") and not shares_rows(llm, "tree"):
-        mode = "plain" if "flash" in str(llm.config._attn_implementation) else "off"
+        mode = "plain" if "flash" in kernel else "off"
     if mode == "plain" and not shares_rows(llm, "packed"):
         mode = "off"
     work = work_of(llm)
     # attention compares at four operations a channel, weights take two
     linear_cost = work.body / max(1, 2 * work.attention)
-    return Sharing(mode, linear_cost, _longest_shared(llm), MOST_PADDING[llm.device.type != "cpu"])
+    return Sharing(mode, linear_cost, _longest_shared(llm), MOST_PADDING[llm.device.type != "cpu"], kernel)
 
 
 def work_of(llm: PreTrainedModel) -> Work:
@@ -191,13 +210,13 @@ def _longest_shared(llm: PreTrainedModel) -> float:
 
 
 @torch.no_grad()
-def _tried(llm: torch.nn.Module, attention: Attention, in_pieces: bool) -> Tensor:
+def _tried(llm: PreTrainedModel, attention: Attention, in_pieces: bool) -> Tensor:
     """Log-probabilities of two responses to one prompt, and of a third to its beginning."""
     prompts = [np.array(ids, np.int32) for ids in ([1, 2, 3], [1, 2, 3], [1, 2])]
     responses = [np.array(ids, np.int32) for ids in ([4, 5, 6], [5, 7, 8, 9], [6, 1])]
     rows = Rows([[2], [0], [1]] if attention == "causal" else [[2, 0, 1]], attention)
     layout = lay_out(prompts, responses, rows, [np.ones(len(response), bool) for response in responses])
-    batch = as_tensors(layout, next(llm.parameters()).device)
+    batch = as_tensors(layout, next(llm.parameters()).device, str(llm.config._attn_implementation))
     return response_logprobs(llm, head_of(llm), batch, 1.0, in_pieces=in_pieces)[0]
 
 
