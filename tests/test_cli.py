@@ -343,6 +343,14 @@ def test_a_row_keeps_the_last_dev_score_and_knows_the_time_left() -> None:
     )
 
 
+def test_a_run_without_an_evaluation_says_nothing_of_dev_scores() -> None:
+    row = Row("trial")
+    row.add({"training_iteration": 3, "dev": {"f1": float("nan"), "iteration": 0, "questions": 0}})
+    assert row.summary(95) == "3 iterations, 1:35, checkpoint none"
+    row.add({"training_iteration": 4, "dev": {"accuracy": 0.5, "iteration": 3, "questions": 9}})
+    assert row.summary(95) == "dev accuracy 0.500 -> 0.500, 4 iterations, 1:35, checkpoint none"
+
+
 def test_reasons_are_found_in_tracebacks_from_other_processes() -> None:
     wrapped = (
         "ray::Runner.sample()\n  File ...\nrllib_mhgpo.errors.DataError: a.json, record 3:\nno answer.\n\n"

@@ -138,6 +138,23 @@ def test_a_killed_run_loses_no_more_than_the_iteration_at_work(place: Place) -> 
     assert int(after_start(out)[0].split()[1].partition("/")[0]) >= 5, out
 
 
+def test_a_run_that_failed_while_it_was_saved_goes_on_to_its_end(place: Place) -> None:
+    """Tune then keeps with the experiment's state that the trial is to stop; a resumed one would after an iteration."""
+    run = place.start("long.yaml", "--stop", '{"training_iteration": 4}')
+    run.communicate(timeout=240)
+    (file,) = place.folder.glob("results/long/experiment_state-*.json")
+    state = json.loads(file.read_text())
+    ((trial, metadata),) = state["trial_data"]
+    trial = {**json.loads(trial), "status": "ERROR", "stopping_criterion": {"training_iteration": 8}}
+    state["runner_data"]["_cached_trial_decisions"] = {trial["trial_id"]: "STOP"}
+    file.write_text(json.dumps({**state, "trial_data": [[json.dumps(trial), metadata]]}))
+    run = place.start("long.yaml", "--resume")
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 0, out + err
+    assert [line.split()[1] for line in after_start(out)[:-1]] == ["5/40", "6/40", "7/40", "8/40"]
+    assert "8 iterations" in out.splitlines()[-1]
+
+
 SESSIONS = """
 import ray
 from rllib_mhgpo.algorithms.registration import register

@@ -1,6 +1,8 @@
-"""Runs by the command whose results cannot, or can, reach their place from another machine."""
+"""Runs by the command that lose something on their way: the place of their results, or a learner."""
 
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from rllib_mhgpo.cli.yaml12 import format_yaml
+from tests.rig import descendants
 from tests.toys import PROMPTS
 
 ROOT = Path(__file__).parents[1]
@@ -74,3 +77,33 @@ def test_a_storage_path_must_be_one_that_the_other_node_reaches(cluster: Cluster
     out, err, code = ends[shared]
     assert code == 0, out + err
     assert list(shared.glob("safe/*/checkpoint_*/manifest.json"))
+
+
+@pytest.mark.slow
+def test_a_run_whose_learner_is_killed_says_so_and_goes_on_to_its_end(file: Path, tmp_path: Path) -> None:
+    """The kill comes while the second iteration is saved or the third computed, as it happens."""
+    arguments = ["--storage-path", str(tmp_path), "--ray-num-cpus", "2", "--set", "config.num_learners=2",
+                 "--set", "stop.training_iteration=6"]  # fmt: skip
+    run = start(file, *arguments)
+    assert run.stdout is not None
+    for line in run.stdout:
+        if line.startswith("iteration 2/6 "):
+            learners = [pid for pid, command in descendants(run.pid).items() if "_WrappedExecutable" in command]
+            assert len(learners) == 2
+            os.kill(learners[0], signal.SIGKILL)
+            break
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 1, out + err
+    assert re.match(r"error: the process of learner [01] died .*; go on from it with --resume\.", err), err
+    assert err.count("\n") == 1
+    saved = len(list(tmp_path.glob("safe/*/checkpoint_*/manifest.json")))  # one an iteration, at most two kept
+    assert saved in (1, 2)
+    run = start(file, *arguments, "--resume")
+    out, err = run.communicate(timeout=240)
+    assert (run.returncode, err) == (0, ""), out + err
+    told = [line.split()[1] for line in out.splitlines() if line.startswith("iteration ")]
+    assert told == [f"{number}/6" for number in range(saved + 1, 7)]
+    assert ", 6 iterations, " in out.splitlines()[-1]
+    (results,) = tmp_path.glob("safe/*/result.json")
+    rows = [json.loads(row)["training_iteration"] for row in results.read_text().splitlines()]
+    assert rows == [1, 2, *range(saved + 1, 7)]

@@ -165,6 +165,15 @@ def test_a_learner_killed_in_mid_update_ends_the_run_and_its_checkpoint_goes_on(
     assert again["grad_norm"] == expected["grad_norm"]
 
 
+def test_a_learner_that_died_is_named_when_a_checkpoint_asks_for_it(make: Make, tmp_path: Path) -> None:
+    """RLlib asks the first learner for its state, and would say only that an actor is gone."""
+    algorithm = make(num_learners=2, num_cpus_per_learner=0.5, evaluation_interval=None)
+    os.kill(algorithm.learners.one(0, lambda learner: os.getpid()), signal.SIGKILL)
+    with pytest.raises(MHGPOError, match=r"the process of learner 0 died .*--resume"):
+        algorithm.save_to_path(tmp_path / "checkpoint")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_adapters_over_zero_3_are_saved_merged(make: Make, tmp_path: Path, toy_folder: Path) -> None:
     """D3 with adapters: the plain folder, of tied weights, says what a runner's adapted model says."""
     settings = {"num_learners": 2, "num_cpus_per_learner": 0.5, "deepspeed": {"zero_stage": 3}, "lora": {"rank": 4}}

@@ -42,6 +42,10 @@ class LearnerPool:
             return [function(self.group._learner)]
         return answers([learner.apply.remote(function) for learner in self.group._workers])
 
+    def confirm(self) -> None:
+        """Hears from all learners; raises as :meth:`each` does, so that an error names those that died."""
+        self.each(id)
+
     def one(self, index: int, function: Callable[[Any], Any]) -> Any:
         """Calls a function that is not collective on one learner."""
         return answers([self.group._workers[index].apply.remote(function)], first=index)[0]

@@ -8,14 +8,11 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
-from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
@@ -24,55 +21,31 @@ from torch.profiler import record_function
 
 from rllib_mhgpo.alerts import new_alerts, numbers_by_path
 from rllib_mhgpo.algorithms import results
-from rllib_mhgpo.algorithms.checkpoints import (
-    MODULES,
-    SHARDS,
-    check_facts,
-    check_names,
-    check_shards,
-    damage,
-    last_whole,
-    read_shard,
-    versions,
-    whole_or_absent,
-    write_shard,
-)
-from rllib_mhgpo.algorithms.config import LLMConfig
+from rllib_mhgpo.algorithms.checkpointed import CheckpointedAlgorithm
 from rllib_mhgpo.algorithms.guards import check_agents, check_place, check_roots, guard, warn_of_silent_callbacks
 from rllib_mhgpo.algorithms.handover import HandOver
-from rllib_mhgpo.algorithms.learner_pool import (
-    LearnerPool,
-    apply_learning_rates,
-    one_update,
-    refuse_shared_gpus,
-    take_shards,
-)
-from rllib_mhgpo.algorithms.opponents import PAST, read_past, write_past
+from rllib_mhgpo.algorithms.learner_pool import LearnerPool, one_update, refuse_shared_gpus
 from rllib_mhgpo.algorithms.policies import followers
 from rllib_mhgpo.algorithms.profiling import TABLE, phase_table, traced
 from rllib_mhgpo.algorithms.recording import Recorder
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.algorithms.rewards import kl_penalty, overlong_penalty, propagated
-from rllib_mhgpo.algorithms.runner_pool import Deals, RunnerPool
+from rllib_mhgpo.algorithms.runner_pool import RunnerPool
 from rllib_mhgpo.credit import token_weights
-from rllib_mhgpo.errors import CheckpointError, MHGPOError
+from rllib_mhgpo.errors import MHGPOError
 from rllib_mhgpo.runner import IN_STEP
 from rllib_mhgpo.sampling import ONE_TRAJECTORY, STRATEGIES, Options, Strategy, deal_roots
 from rllib_mhgpo.train_batch import TrainBatch
 from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
 from rllib_mhgpo.waves import Play
 
-STATE = "llm_algorithm"
 log = logging.getLogger(__name__)
 Credit = dict[str, NDArray[Any]]
 
 
-class LLMAlgorithm(Algorithm):
+class LLMAlgorithm(CheckpointedAlgorithm):
     """The common part of all algorithms of this package."""
 
-    config: LLMConfig
-    _ahead: Deals
-    _updates: int
     _tokens_generated: int
     _staleness: int
 
@@ -298,85 +271,6 @@ class LLMAlgorithm(Algorithm):
     def _should_create_evaluation_env_runners(cls, eval_config: Any) -> bool:  # noqa: ARG003  # RLlib's signature
         """Evaluation runs on the training runners: a second group would hold a second engine."""
         return False
-
-    # --- checkpoints ---------------------------------------------------------------------------------------------
-
-    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Adds the run's seed and dev scores; the roots dealt so far follow from seed and iteration."""
-        own = {"seed": self.run_seed, "dev": self._dev, "dev_start": self._dev_start, "updates": self._updates}
-        return {**super().get_state(*args, **kwargs), STATE: own}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Takes a state of :meth:`get_state`."""
-        super().set_state(state)
-        if STATE in state:
-            own = state[STATE]
-            self.run_seed, self._dev, self._dev_start = own["seed"], own["dev"], own["dev_start"]
-            self._updates = own["updates"]
-
-    def load_checkpoint(self, checkpoint_dir: str) -> None:
-        """Restores for Tune, the checkpoint before where this one is damaged.
-
-        The learning rate is this trial's, where population-based training loads another's checkpoint.
-        """
-        super().load_checkpoint(str(last_whole(Path(checkpoint_dir))))
-        self.learner_group.foreach_learner(apply_learning_rates)
-
-    def get_metadata(self) -> dict[str, Any]:
-        """Adds algorithm and configuration as JSON, so that the policy can be used without reading a pickle."""
-        config = self.config.as_json()
-        if self.config.policies:  # a function would be lost
-            config["policy_mapping"] = followers(self.config, self.agents)
-        own = {"algorithm": type(self).__name__, "config": config, "data": self._facts, "versions": versions()}
-        return {**super().get_metadata(), **own}
-
-    def save_to_path(self, path: Any = None, **kwargs: Any) -> str:
-        """Writes a checkpoint, whole or not at all."""
-        if self.config.zero_stage == 3:
-            self.learners.each(lambda learner: learner.gather())
-        try:
-            return whole_or_absent(self._save, path, **kwargs)
-        finally:
-            if self.config.zero_stage == 3:
-                self.learners.each(lambda learner: learner.release())
-
-    def _save(self, path: Any, **kwargs: Any) -> str:
-        folder = str(super().save_to_path(path, **kwargs))
-        if not all(any((Path(folder) / MODULES / name).glob("*.safetensors")) for name in self.config.policy_names):
-            # RLlib asks a remote learner for no answer
-            raise CheckpointError(f"{path}: a learner could not write its part of the checkpoint; its log says why.")
-        for index in range(self.config.num_learners if self.config.zero_stage else 0):
-            write_shard(Path(folder), index, self.learners.one(index, lambda learner: learner.shards()))
-        if self._has_past:
-            write_past(Path(folder), self.pool.first(lambda runner: runner.opponents.state()))
-        return folder
-
-    def restore_from_path(self, path: Any, *args: Any, **kwargs: Any) -> None:
-        """Takes the state of a checkpoint, and gives the runners its weights.
-
-        Raises:
-            CheckpointError: a file is damaged, or questions and corpus are not those of the run that wrote it.
-        """
-        if "component" not in kwargs and (fault := damage(Path(path))):
-            raise CheckpointError(f"{path}: the checkpoint is damaged: {fault}. Restore the one before.")
-        check_facts(Path(path), self._facts)
-        check_names(Path(path), self.config.policy_names)
-        super().restore_from_path(path, *args, **kwargs)
-        if not all(self.learners.each(lambda learner: learner.is_restored)):
-            raise CheckpointError(f"{path}: a learner could not restore its part of the checkpoint; its log says why.")
-        if self.config.zero_stage or (Path(path) / SHARDS).exists():
-            check_shards(Path(path), self.config.num_learners if self.config.zero_stage else 0)
-            for index in range(self.config.num_learners):
-                shard = ray.put(read_shard(Path(path), index))
-                self.learners.one(index, partial(take_shards, shard))
-        self._ahead = {}
-        self._sync()
-        if self._has_past and (past := read_past(Path(path))) is not None:
-            self.pool.each(lambda runner: runner.opponents.set_state(past))
-
-    @property
-    def _has_past(self) -> bool:
-        return PAST in self.config.opponents.values()
 
     # --- learners ------------------------------------------------------------------------------------------------
 

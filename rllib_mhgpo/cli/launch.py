@@ -21,6 +21,7 @@ from rllib_mhgpo.algorithms.registration import register
 from rllib_mhgpo.cli.checks import variants
 from rllib_mhgpo.cli.experiments import Experiment
 from rllib_mhgpo.cli.loggers import make_loggers
+from rllib_mhgpo.cli.resuming import forget_decisions, places_of, require_earlier_run
 from rllib_mhgpo.cli.search_spaces import places, searched
 from rllib_mhgpo.cli.tuners import make_scheduler, make_search_alg, metric_of, table_of_best
 from rllib_mhgpo.errors import ConfigError
@@ -81,7 +82,10 @@ def launch(
         ConfigError: nothing to resume.
     """
     if options.resume:
-        require_earlier_run(experiments, options)
+        storages = {name: storage_of(experiment, options) for name, experiment in experiments.items()}
+        require_earlier_run(storages)
+        for place in places_of(storages):
+            forget_decisions(place)
     from rllib_mhgpo.cli.interrupts import EXIT_CODE as INTERRUPTED
 
     code = 0
@@ -215,14 +219,3 @@ def require_resources(experiment: Experiment, algorithm: Any) -> None:
                     f"config: a trial needs {needed:g} {kind}s, this machine has {there.get(kind, 0):g}; lower "
                     f"num_env_runners or num_learners, or let it share them: --ray-num-{kind.lower()}s {needed:g}."
                 )
-
-
-def require_earlier_run(experiments: Mapping[str, Experiment], options: RunOptions) -> None:
-    """Raises a ConfigError when none of the experiments has left a state to resume from."""
-    from ray.train.constants import DEFAULT_STORAGE_PATH
-
-    storages = {name: storage_of(experiment, options) for name, experiment in experiments.items()}
-    places = [Path(storage or DEFAULT_STORAGE_PATH) / name for name, storage in storages.items()]
-    remote = any(storage and "://" in storage for storage in storages.values())
-    if not remote and not any(list(place.glob("experiment_state-*.json")) for place in places):
-        raise ConfigError(f"--resume: nothing to resume in {', '.join(map(str, places))}; start without --resume.")

@@ -85,9 +85,9 @@ class Row:
         score = ""
         if "dev/f1" in self.latest:
             score = f"dev F1 {self._change('f1')} (EM {self._change('em')}), "
-        elif scores := [key.removeprefix("dev/") for key in self.latest if key.startswith("dev/")]:
-            changes = (f"{name} {self._change(name)}" for name in scores if name not in ("iteration", "questions"))
-            score = f"dev {', '.join(changes)}, "
+        elif scores := [key for key in self.latest if key.startswith("dev/") and key not in NO_SCORE]:
+            names = (key.removeprefix("dev/") for key in scores)
+            score = f"dev {', '.join(f'{name} {self._change(name)}' for name in names)}, "
         elif EPISODE_RETURN in self.latest:
             score = f"episode return {self.first[EPISODE_RETURN]:.1f} -> {self.latest[EPISODE_RETURN]:.1f}, "
         checkpoint = self.checkpoint or "none"
@@ -98,6 +98,7 @@ class Row:
         return f"{before:.3f} -> {self.latest[f'dev/{name}']:.3f}"
 
 
+NO_SCORE = ("dev/iteration", "dev/questions")
 COLUMNS = (
     ("dev F1", "dev/f1", ".3f"),
     ("dev EM", "dev/em", ".3f"),
