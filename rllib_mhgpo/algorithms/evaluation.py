@@ -1,5 +1,6 @@
 """Answers questions with the policy of a checkpoint, trained or not, without Ray and without reading a pickle."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +24,7 @@ from rllib_mhgpo.tree import RolloutTree
 from rllib_mhgpo.waves import Play, play
 
 Record = dict[str, Any]
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -143,7 +145,9 @@ def assemble(config: LLMConfig, llms: Mapping[str, str], env_config: Mapping[str
 
 def _engine(llm: str, config: LLMConfig, engines: int = 1) -> HFEngine | VLLMEngine:
     own_adapters = bool((config.lora or {}).get("adapters"))
-    if config.engine == "vllm" and not own_adapters and find_spec("vllm"):
+    if config.engine == "vllm" and not find_spec("vllm"):
+        log.warning("engine: vllm is not installed here, the engine hf plays in its place.")
+    elif config.engine == "vllm" and not own_adapters:
         return vllm_engine(config, llm, Placement(config.num_gpus_per_env_runner, engines=engines), lora=None)
     model, tokenizer = load_model(llm), load_tokenizer(llm)
     settings: dict[str, Any] = {"tokenizer": tokenizer, **(config.engine_config if config.engine == "hf" else {})}
