@@ -272,7 +272,10 @@ def test_a_dry_run_looks_at_the_files_that_the_run_would_read(tmp_path: Path) ->
         return rllib("train", "file", path, "--dry-run")
 
     files = {"questions": str(good), "dev_questions": None, "retriever": str(index)}
-    assert look(**files).exit_code == 0
+    found = look(**files)
+    assert found.exit_code == 0
+    assert re.search(r"activations .*\n.*logits .*\n", found.stderr)  # the plan, beside the YAML
+    assert "Ray is asked for" in found.stderr
     (index / "corpus.arrow").write_bytes(b"")
     for changes, said in (
         ({"questions": "none.json"}, "error: job: none.json: cannot be read: No such file"),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rllib_mhgpo.cli.experiments import change, load_experiments
-from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.errors import ConfigError, ModelError
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -71,6 +71,20 @@ def plan(
         settings = next(variants(experiment["config"]))
         fits &= show(console, name, algorithm, settings, gpu_gb * 1e9 or gpu_memory())
     raise typer.Exit(0 if fits else 1)
+
+
+def show_plan(name: str, algorithm: Any, config: Mapping[str, Any]) -> None:
+    """Prints what an experiment needs on stderr, that of the first combination where there are several."""
+    from rllib_mhgpo.cli.checks import variants
+    from rllib_mhgpo.cli.launch import is_own
+
+    console = Console(stderr=True)
+    if not is_own(algorithm):
+        return
+    try:
+        show(console, name, algorithm, next(variants(config)), gpu_memory())
+    except ModelError as error:  # a model of another build trains all the same
+        console.print(f"no plan of memory: {error}")
 
 
 def show(console: Console, name: str, algorithm: Any, settings: Mapping[str, Any], gpu_bytes: float) -> bool:

@@ -72,7 +72,10 @@ OPTIONS: dict[str, tuple[Any, Any]] = {
     ),
     "dry_run": (
         Annotated[
-            bool, typer.Option("--dry-run", help="Print the resolved experiment as YAML, look at its files, stop.")
+            bool,
+            typer.Option(
+                "--dry-run", help="Print the resolved experiment as YAML, look at its files, plan its memory, stop."
+            ),
         ],
         False,
     ),
@@ -189,6 +192,7 @@ def start(experiments: dict[str, Experiment], chosen: Mapping[str, Any]) -> None
     check_loggers(options.loggers)
     prepare(options.verbosity)
     from rllib_mhgpo.cli.checks import check, peek, resolved
+    from rllib_mhgpo.cli.plan import show_plan
 
     algorithms = {name: check(name, experiment) for name, experiment in experiments.items()}
     if chosen["dry_run"]:
@@ -196,6 +200,7 @@ def start(experiments: dict[str, Experiment], chosen: Mapping[str, Any]) -> None
         typer.echo(format_yaml(shown), nl=False)
         for name, experiment in experiments.items():
             peek(name, algorithms[name], experiment)
+            show_plan(name, algorithms[name], experiment["config"])
         return
     raise typer.Exit(launch(experiments, algorithms, options, Console()))
 
