@@ -155,7 +155,7 @@ def trl(options: argparse.Namespace) -> Any:
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     trainer._prepare_inputs = lambda inputs: inputs
-    examples = [dict(rows[i // options.group]) for i in range(len(given))]
+    examples = [dict(rows[i // options.group]) for i in range(options.prompts * options.group)]  # to be sampled
 
     def step() -> dict[str, float]:
         started = time.perf_counter()
