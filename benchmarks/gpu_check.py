@@ -73,7 +73,6 @@ def kernels(folder: Path, prompt: int = 2000, group: int = 8, response: int = 32
     import torch
 
     from rllib_mhgpo.llms import load_model
-    from rllib_mhgpo.modules.attention import kernel_of, skip_trunks
     from rllib_mhgpo.modules.scoring import as_tensors, head_of, response_logprobs
     from rllib_mhgpo.packing import Rows, lay_out
 
@@ -87,12 +86,11 @@ def kernels(folder: Path, prompt: int = 2000, group: int = 8, response: int = 32
     told, first = {}, None
     for kernel in ("sdpa", "flex_attention"):
         model = load_model(str(folder), "bfloat16", kernel).to("cuda")
-        skip_trunks(model)
         torch.cuda.reset_peak_memory_stats()
         seconds = []
         for _ in range(times):
             started = time.perf_counter()
-            batch = as_tensors(layout, model.device, kernel_of(model))
+            batch = as_tensors(layout, model.device, kernel)
             logp = response_logprobs(model, head_of(model), batch, 1.0)[0]
             logp.sum().backward()
             model.zero_grad()

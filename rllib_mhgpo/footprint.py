@@ -46,6 +46,7 @@ class Sharding:
         stage: DeepSpeed's ZeRO stage, 0 for whole replicas.
         is_bfloat16: parameters and gradients of two bytes with float32 masters; else float32 throughout.
         offload_optimizer, offload_param: kept in the CPU's memory.
+        bucket: most gradients that ZeRO sums at a time.
     """
 
     learners: int = 1
@@ -53,6 +54,7 @@ class Sharding:
     is_bfloat16: bool = False
     offload_optimizer: bool = False
     offload_param: bool = False
+    bucket: int = REDUCE_BUCKET
 
 
 def model_states(shape: Shape, how: Sharding) -> dict[str, float]:
@@ -89,7 +91,7 @@ def frozen_weights(shape: Shape, how: Sharding) -> float:
 def reduce_bucket(shape: Shape, how: Sharding) -> float:
     """Returns what ZeRO sums gradients in."""
     number = BFLOAT16 if how.is_bfloat16 else FLOAT32
-    return float(min(shape.trained, REDUCE_BUCKET) * number) if how.stage else 0.0
+    return float(min(shape.trained, how.bucket) * number) if how.stage else 0.0
 
 
 def layer_inputs(shape: Shape, tokens: int, number: int) -> float:

@@ -32,14 +32,15 @@ class Sharing:
         linear_cost: what a token costs beside attention, in comparisons with single keys.
         window: sequences longer than this have rows of their own.
         most_padding: tokens of padding in a micro-batch beyond which another pass costs less.
-        kernel: what computes attention, by transformers' name.
+        kernel: what computes attention: ``sdpa``, which needs no mask before the first branch, ``flex_attention``,
+            which needs none at all, or another.
     """
 
     mode: str = "auto"
     linear_cost: float = 1024.0
     window: float = float("inf")
     most_padding: int = 256
-    kernel: str = "tree_sdpa"
+    kernel: str = "sdpa"
 
     def pays(self, row: "_Growing", grown: "_Growing", own: int, one_prompt: bool) -> bool:
         """Whether a sequence of ``own`` tokens joins a row, which would have grown with it."""
@@ -48,8 +49,8 @@ class Sharing:
         return self.mode == "auto" and self.cost(grown) < self.cost(row) + self.cost(_Growing([], own, own))
 
     def cost(self, row: "_Growing") -> float:
-        """What a row costs; kernels skip half of the attention where no mask is needed, FlexAttention elsewhere too."""
-        line = row.length if self.kernel == "flex_attention" else row.trunk
+        """What a row costs; kernels skip half of the attention where no mask is needed."""
+        line = {"sdpa": row.trunk, "flex_attention": row.length}.get(self.kernel, row.length * (not row.branches))
         return row.length * self.linear_cost + line * line / 2 + (row.length - line) * row.length
 
 

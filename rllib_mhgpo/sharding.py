@@ -108,7 +108,7 @@ class ZeroShard:
     ) -> None:
         deepspeed = import_deepspeed()
         self.stage = int(settings["zero_stage"])
-        config = deepspeed_config(settings, grad_clip, dtype, count_parameters(model))
+        config = deepspeed_config(settings, grad_clip, dtype, count_trained(model))
         with kept_buffers(model):
             self.engine, self.optimizer, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=config, dist_init_required=False
@@ -160,20 +160,20 @@ class ZeroShard:
                 yield f"{number}.{name}", value
 
 
-def count_parameters(model: torch.nn.Module) -> int:
-    """Returns how many there are, tied ones once."""
-    return sum(parameter.numel() for parameter in model.parameters())
+def count_trained(model: torch.nn.Module) -> int:
+    """Returns how many parameters are trained, tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def deepspeed_config(
     settings: Mapping[str, Any], grad_clip: float | None, dtype: torch.dtype, parameters: int
 ) -> dict[str, Any]:
-    """Returns DeepSpeed's configuration for the config key ``deepspeed`` and a model of so many parameters."""
+    """Returns DeepSpeed's configuration for the config key ``deepspeed`` and a model of so many trained parameters."""
     own = ("offload_optimizer", "offload_param")
     zero = {name: {"device": "cpu"} if settings[name] is True else settings[name] for name in own if settings.get(name)}
     more = dict(settings.get("config", {}))
     # allocated in every micro-batch, and with a seed filled, since torch is deterministic then
-    zero["reduce_bucket_size"] = min(REDUCE_BUCKET, parameters)
+    zero["reduce_bucket_size"] = max(1, min(REDUCE_BUCKET, parameters))
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
@@ -218,7 +218,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 def shard_frozen(model: torch.nn.Module, settings: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Spreads a model that is not trained over the learners."""
-    config = deepspeed_config({**settings, "offload_optimizer": None}, None, dtype, count_parameters(model))
+    config = deepspeed_config({**settings, "offload_optimizer": None}, None, dtype, 1)
     with kept_buffers(model):
         import_deepspeed().initialize(model=model, config=config, dist_init_required=False)
 

@@ -299,6 +299,15 @@ def test_guards_stop_a_run(make: Make, guard: dict[str, float], message: str) ->
             {"torch_compile_learner": True, "deepspeed": {"zero_stage": 3}, "num_learners": 2},
             "torch_compile_learner: ZeRO-3 gathers layers",
         ),
+        ({"torch_compile_learner": True}, "torch_compile_learner: the engine hf would sample"),
+        (
+            {"attn_implementation": "flash_attention_2", "num_gpus_per_learner": 1},
+            "flash_attention_2 computes in bfloat16 on GPUs alone",
+        ),
+        (
+            {"attn_implementation": "flash_attention_2", "dtype": "bfloat16"},
+            "flash_attention_2 computes in bfloat16 on GPUs alone",
+        ),
         ({"attn_implementation": "flex_attention"}, "flex_attention has kernels .* on GPUs alone"),
         ({"attn_implementation": "flex"}, "attn_implementation: .*'flex_attention'.* found 'flex'"),
         ({"gradient_checkpointing": "cpu"}, "gradient_checkpointing: .* or 'offload'; found 'cpu'"),

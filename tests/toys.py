@@ -43,8 +43,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "mistral": {**LLAMA_SHAPE, "sliding_window": 16},
     "granite": {**LLAMA_SHAPE, "logits_scaling": 4.0},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "alibi": False},
 }
-"""Kinds of model that differ in what matters here: biases, a sliding window, logits scaled after the head, ALiBi."""
+"""Kinds of model that differ in what matters here: biases, a sliding window, logits scaled after the head, ALiBi, SDPA
+of a model's own."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"

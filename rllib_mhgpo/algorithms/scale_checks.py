@@ -57,6 +57,11 @@ def check_scale(config: "LLMConfig") -> None:
         raise ConfigError("config: deepspeed: offloading and DeepSpeed's own keys need a zero_stage of 1 to 3.")
     if config.torch_compile_learner and config.zero_stage == 3:
         raise ConfigError("config: torch_compile_learner: ZeRO-3 gathers layers in hooks; use a zero_stage below 3.")
+    if config.torch_compile_learner and config.shares_module and not config.in_evaluation:
+        raise ConfigError(
+            "config: torch_compile_learner: the engine hf would sample with the learner's compiled layers, which are "
+            "compiled for updates; set num_env_runners or num_learners to 1 or more, or engine: vllm."
+        )
     share, strategy = config.num_gpus_per_learner, config.placement_strategy
     if config.num_learners > 1 and 0 < share <= 0.5 and "SPREAD" not in strategy:
         raise ConfigError(
@@ -75,6 +80,13 @@ def check_scale(config: "LLMConfig") -> None:
 def check_engine_place(config: "LLMConfig") -> None:
     """Refuses engines, and ways of weights to them, that the machine's parts do not allow."""
     check_engine(config.engine, config.engine_config)
+    if "flash" in (config.attn_implementation or ""):
+        runners = config.num_gpus_per_env_runner or config.engine == "vllm" or not config.num_env_runners
+        if config.dtype != "bfloat16" or not config.num_gpus_per_learner or not runners:
+            raise ConfigError(
+                f"config: attn_implementation: {config.attn_implementation} computes in bfloat16 on GPUs alone; set "
+                "dtype: bfloat16, num_gpus_per_learner and, with the engine hf in runners, num_gpus_per_env_runner."
+            )
     if config.attn_implementation == "flex_attention" and (config.engine == "hf" or not config.num_gpus_per_learner):
         raise ConfigError(
             "config: attn_implementation: flex_attention has kernels for the rows of an update on GPUs alone; set "

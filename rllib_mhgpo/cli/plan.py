@@ -120,9 +120,11 @@ def processes(config: Any) -> Iterator[Process]:
     policies = [config.get_config_for_module(name) for name in config.policy_names]
     shapes = [model_shape(policy.llm, policy.lora) for policy in policies]
     deepspeed = config.deepspeed or {}
+    zero = (deepspeed.get("config") or {}).get("zero_optimization", {})
     how = footprint.Sharding(
         max(1, config.num_learners), config.zero_stage, bool(config.zero_stage) and config.dtype == "bfloat16",
         bool(deepspeed.get("offload_optimizer")), bool(deepspeed.get("offload_param")),
+        int(zero.get("reduce_bucket_size", footprint.REDUCE_BUCKET)),
     )  # fmt: skip
     number = footprint.BFLOAT16 if config.dtype == "bfloat16" else footprint.FLOAT32
     tokens = config.max_tokens_per_microbatch
@@ -133,12 +135,15 @@ def processes(config: Any) -> Iterator[Process]:
         for part, size in {**footprint.model_states(shape, how), **reference}.items():
             parts[part] += size
     largest = max(shapes, key=lambda shape: shape.parameters)  # one policy computes at a time
+    trained = list(shapes)
     if hasattr(config, "critic_lr"):
-        parts["critic"] = sum(footprint.model_states(model_shape(config.critic_llm or config.llm), how).values())
+        trained.append(model_shape(config.critic_llm or config.llm))
+        parts["critic"] = sum(footprint.model_states(trained[-1], how).values())
     parts["activations"] = footprint.activations(largest, tokens, number, bool(config.gradient_checkpointing))
     parts["logits"] = footprint.logits(largest, min(tokens // 2, max(1, LOGITS_AT_ONCE // largest.vocabulary)))
     if how.stage:
-        parts["gradient bucket"] = footprint.reduce_bucket(largest, how)
+        buckets = [footprint.reduce_bucket(shape, how) for shape in trained]
+        parts["gradient bucket"] = sum(buckets) if how.stage == 3 else max(buckets)  # stage 3 keeps them
     if how.stage == 3:
         parts["layers gathered"] = footprint.gathered(largest, how)
     moved = [name for name, off in (("optimizer", how.offload_optimizer), ("weights", how.offload_param)) if off]
@@ -148,7 +153,7 @@ def processes(config: Any) -> Iterator[Process]:
         parts["activations"], offloaded = parts["activations"] - inputs, offloaded + inputs
     caches = _caches(config, largest, number)
     if config.shares_module:
-        yield Process("all in one", 1, 0, {**parts, **caches, "process": PROCESS})
+        yield Process("all in one", 1, 0, {**parts, **caches, "process": PROCESS}, offloaded)
         return
     gpus = config.num_gpus_per_learner if config.num_learners else 0
     yield Process("learner", max(1, config.num_learners), gpus, parts | _process(gpus), offloaded)

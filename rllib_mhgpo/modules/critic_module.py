@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from rllib_mhgpo.llms import load_critic, load_tokenizer
-from rllib_mhgpo.modules.attention import skip_trunks
 from rllib_mhgpo.modules.llm_module import LLMRLModule
 from rllib_mhgpo.modules.scoring import head_of, response_values
 
@@ -24,7 +23,6 @@ class LLMCriticModule(LLMRLModule):
         name = self.model_config["llm"]
         self.tokenizer = load_tokenizer(name)
         self.llm = load_critic(name, self.model_config.get("attn_implementation"))
-        skip_trunks(self.llm)  # it is given the policy's rows
         self.dtype = getattr(torch, self.model_config.get("dtype", "float32"))
         self.gathered, self.recomputed, self.lora = {}, [], None
 

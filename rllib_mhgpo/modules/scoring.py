@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedModel
 
 from rllib_mhgpo.footprint import Work
 from rllib_mhgpo.losses import token_logprobs
-from rllib_mhgpo.modules.attention import MASKS, TREE_SDPA, kernel_of, skip_trunks
+from rllib_mhgpo.modules.attention import MASKS, SDPA, kernel_of, masks_for
 from rllib_mhgpo.packing import Attention, Layout, Rows, Sharing, lay_out
 
 LOGITS_AT_ONCE = 1 << 25
@@ -26,10 +26,11 @@ MOST_PADDING = (256, 4096)
 """Tokens that cost as much as another pass, on a CPU (measured on two cores) and on a GPU (a guess)."""
 SAME = 1e-3
 """Log-probabilities closer than this come from the same model."""
+SAME_IN_BFLOAT16 = 0.1
 Batch = Mapping[str, Any]
 
 
-def as_tensors(layout: Layout, device: torch.device, kernel: str = TREE_SDPA) -> dict[str, Any]:
+def as_tensors(layout: Layout, device: torch.device, kernel: str = SDPA) -> dict[str, Any]:
     """Returns a layout's fields by name, arrays as tensors, and where rows branch the ``mask`` that a kernel takes."""
     tensors = {
         name: torch.from_numpy(value).to(device) if isinstance(value, np.ndarray) else value
@@ -136,18 +137,16 @@ def head_of(llm: torch.nn.Module) -> torch.nn.Module:
 
 def is_head_last(llm: PreTrainedModel) -> bool:
     """Whether nothing changes logits after the head, so that they can be scored inside it; found by trying."""
-    return _same(_tried(llm, "causal", in_pieces=False), _tried(llm, "causal", in_pieces=True))
+    return _same(llm, _tried(llm, "causal", in_pieces=False), _tried(llm, "causal", in_pieces=True))
 
 
-def shares_rows(llm: PreTrainedModel, attention: Attention) -> bool:
+def shares_rows(llm: PreTrainedModel, attention: Attention, kernel: str = SDPA) -> bool:
     """Whether a model scores sequences that share a row as it scores them alone; found by trying.
 
     A model whose attention knows only distances within a row (ALiBi), or that has states instead, does not.
     """
-    if attention == "tree" and kernel_of(llm) not in MASKS:
-        return False
     try:
-        return _same(_tried(llm, "causal", in_pieces=False), _tried(llm, attention, in_pieces=False))
+        return _same(llm, _tried(llm, "causal", in_pieces=False), _tried(llm, attention, False, kernel))
     except (ArithmeticError, AttributeError, ImportError, LookupError, RuntimeError, TypeError, ValueError):
         return False
 
@@ -157,16 +156,17 @@ def sharing_of(llm: PreTrainedModel, mode: str) -> Sharing:
 
     A model that cannot share rows has rows back to back where its attention has kernels for that.
     """
+    kernel = None
     if mode in ("auto", "shared"):
-        skip_trunks(llm)
-        if not shares_rows(llm, "tree"):
-            mode = "plain" if "flash" in kernel_of(llm) else "off"
+        kernel = next((kernel for kernel in masks_for(llm) if shares_rows(llm, "tree", kernel)), None)
+        mode = mode if kernel else "plain" if _is_flash(llm) else "off"
     if mode == "plain" and not shares_rows(llm, "packed"):
         mode = "off"
     work = work_of(llm)
     # attention compares at four operations a channel, weights take two
     linear_cost = work.body / max(1, 2 * work.attention)
-    return Sharing(mode, linear_cost, _longest_shared(llm), MOST_PADDING[llm.device.type != "cpu"], kernel_of(llm))
+    padding = MOST_PADDING[llm.device.type != "cpu"]
+    return Sharing(mode, linear_cost, _longest_shared(llm), padding, kernel or SDPA)
 
 
 def work_of(llm: PreTrainedModel) -> Work:
@@ -186,19 +186,26 @@ def _longest_shared(llm: PreTrainedModel) -> float:
     return min((float(window) for window in windows if window), default=float("inf"))
 
 
+def _is_flash(llm: PreTrainedModel) -> bool:
+    return "flash" in kernel_of(llm)
+
+
 @torch.no_grad()
-def _tried(llm: PreTrainedModel, attention: Attention, in_pieces: bool) -> Tensor:
+def _tried(llm: PreTrainedModel, attention: Attention, in_pieces: bool, kernel: str = SDPA) -> Tensor:
     """Log-probabilities of two responses to one prompt, and of a third to its beginning."""
     prompts = [np.array(ids, np.int32) for ids in ([1, 2, 3], [1, 2, 3], [1, 2])]
     responses = [np.array(ids, np.int32) for ids in ([4, 5, 6], [5, 7, 8, 9], [6, 1])]
     rows = Rows([[2], [0], [1]] if attention == "causal" else [[2, 0, 1]], attention)
     layout = lay_out(prompts, responses, rows, [np.ones(len(response), bool) for response in responses])
-    batch = as_tensors(layout, next(llm.parameters()).device, kernel_of(llm))
-    return response_logprobs(llm, head_of(llm), batch, 1.0, in_pieces=in_pieces)[0]
+    device = next(llm.parameters()).device
+    with torch.autocast(device.type, torch.bfloat16, enabled=_is_flash(llm)):  # those kernels take nothing wider
+        return response_logprobs(llm, head_of(llm), as_tensors(layout, device, kernel), 1.0, in_pieces=in_pieces)[
+            0
+        ].float()
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).abs().max() < SAME)
+def _same(llm: PreTrainedModel, one: Tensor, other: Tensor) -> bool:
+    return bool((one - other).abs().max() < (SAME_IN_BFLOAT16 if _is_flash(llm) else SAME))
 
 
 @torch.no_grad()
