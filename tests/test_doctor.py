@@ -168,3 +168,13 @@ def test_a_push_that_leaves_something_stale_is_found(config: Make, monkeypatch: 
     found = looked_at(vllm)["weight push"]
     assert found.status == "fail"
     assert "the engine says" in found.found
+
+
+@pytest.mark.parametrize(
+    ("who", "level", "said"),
+    [("tiny", "ok", "answerer: tiny"), ("random", "fail", "needs a method random_reply"), ("Tinny", "fail", "'Tinny'")],
+)
+def test_opponents_play_a_question(config: Make, who: str, level: str, said: str) -> None:
+    found = {finding.name: finding for finding in system_checks(config(llm="tiny", opponents={"answerer": who}))}
+    assert found["opponents"].status == level
+    assert said in found["opponents"].found

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
+from rllib_mhgpo.cli.resuming import forget_decisions
 from rllib_mhgpo.cli.yaml12 import format_yaml
+from rllib_mhgpo.errors import ConfigError
 from tests.rig import descendants
 from tests.toys import PROMPTS
 
@@ -107,3 +109,16 @@ def test_a_run_whose_learner_is_killed_says_so_and_goes_on_to_its_end(file: Path
     (results,) = tmp_path.glob("safe/*/result.json")
     rows = [json.loads(row)["training_iteration"] for row in results.read_text().splitlines()]
     assert rows == [1, 2, *range(saved + 1, 7)]
+
+
+def test_states_that_cannot_be_read_are_refused_where_they_are_the_last(tmp_path: Path) -> None:
+    first, last = tmp_path / "experiment_state-1.json", tmp_path / "experiment_state-2.json"
+    first.write_text("")
+    last.write_text('{"runner_data": {"_cached_trial_decisions": {"a": "STOP"}}}')
+    forget_decisions(str(tmp_path))
+    assert json.loads(last.read_text()) == {"runner_data": {"_cached_trial_decisions": {}}}
+    last.write_text('{"runner')
+    with pytest.raises(ConfigError, match=r"experiment_state-2.json: expected the state .* found 8 bytes that are no"):
+        forget_decisions(str(tmp_path))
+    with pytest.raises(ConfigError, match="--resume: foo://bar: cannot be read"):
+        forget_decisions("foo://bar")

@@ -299,6 +299,35 @@ def test_guards_stop_a_run(make: Make, guard: dict[str, float], message: str) ->
             {"torch_compile_learner": True, "deepspeed": {"zero_stage": 3}, "num_learners": 2},
             "torch_compile_learner: ZeRO-3 gathers layers",
         ),
+        ({"torch_compile_learner_dynamo_mode": "default"}, "_mode: need torch_compile_learner: true"),
+        (
+            {"torch_compile_learner": True, "num_learners": 1, "torch_compile_learner_dynamo_backend": "inducto"},
+            "dynamo_backend: expected one of .* found 'inducto'. Did you mean 'inductor'",
+        ),
+        ({"deepspeed": {"zero_stage": 2, "config": 5}, "num_learners": 1}, "deepspeed.config: expected keys and val"),
+        (
+            {"deepspeed": {"zero_stage": 2, "config": {"zero_optimization": None}}, "num_learners": 1},
+            "zero_optimization: expected keys and values, found None",
+        ),
+        (
+            {"deepspeed": {"zero_stage": 2, "offload_optimizer": "yes"}, "num_learners": 1},
+            "offload_optimizer: expected true, false or keys and values, found 'yes'",
+        ),
+        (
+            {
+                "deepspeed": {"zero_stage": 2, "config": {"zero_optimization": {"reduce_bucket_size": "x"}}},
+                "num_learners": 1,
+            },
+            "reduce_bucket_size: expected a number of at least 1, found 'x'",
+        ),
+        ({"num_gpus_per_learner": "x"}, "num_gpus_per_learner: .*found 'x'"),
+        (
+            {"engine_config": {"max_batch_tokens": 0}},
+            "max_batch_tokens: expected a whole number of at least 1, found 0",
+        ),
+        ({"lr": []}, "lr: expected a number or a schedule"),
+        ({"lr": True}, "lr: expected a number of at least 0 or a schedule, found True"),
+        ({"policies": ["a", "a"]}, "policies: expected different names"),
         ({"torch_compile_learner": True}, "torch_compile_learner: the engine hf would sample"),
         (
             {"attn_implementation": "flash_attention_2", "num_gpus_per_learner": 1},

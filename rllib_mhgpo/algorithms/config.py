@@ -17,7 +17,7 @@ from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 
 from rllib_mhgpo.algorithms.keys import FINITE, RLLIB_TYPES, USED_RLLIB_KEYS, Tokens, annotations, own_keys, plain, same
 from rllib_mhgpo.algorithms.opponents import Opponents, check_opponents
-from rllib_mhgpo.algorithms.policies import check_followed, check_policies, given_policies, policy_followed
+from rllib_mhgpo.algorithms.policies import check_followed, check_policies, check_rate, given_policies, policy_followed
 from rllib_mhgpo.algorithms.registration import check_environment, make_environment, register
 from rllib_mhgpo.algorithms.scale_checks import (
     check_adapters,
@@ -361,8 +361,7 @@ class LLMConfig(AlgorithmConfig):
                 )  # of a union, the branch that was meant
                 raise ConfigError(f"config: {key}: {nearest['msg']}; found {found!r}.") from None
         check_environment(self.env, self.env_config)
-        if not isinstance(self.lr, list) and not (isinstance(self.lr, int | float) and 0 <= self.lr < float("inf")):
-            raise ConfigError(f"config: lr: expected a number of at least 0 or a schedule, found {self.lr!r}.")
+        check_rate("config", self.lr)
         check_scale(self)
         check_engine_place(self)
         if self.lora is not None:

@@ -78,6 +78,11 @@ def check_agents(config: LLMConfig, agents: Sequence[str]) -> None:
         raise ConfigError(
             f"config: opponents: expected some of {list(agents)}, but not all, found {list(config.opponents)}."
         )
+    if set(config.train_agents or agents) <= set(config.opponents):
+        raise ConfigError(
+            f"config: train_agents: expected an agent that is no opponent, found {config.train_agents}; nobody would "
+            "learn. Take one out of opponents."
+        )
     adapters = (config.lora or {}).get("adapters")
     if adapters is not None and sorted(adapters) != sorted(agents):
         raise ConfigError(f"config: lora.adapters: expected the agents {list(agents)}, found {adapters}.")

@@ -25,6 +25,7 @@ USED_RLLIB_KEYS = {
 Tokens = Annotated[int, Field(ge=1, strict=True)]
 Count = Annotated[int, Field(ge=0, strict=True)]
 Number = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 FINITE = ConfigDict(allow_inf_nan=False)
 
@@ -38,7 +39,14 @@ RLLIB_TYPES: dict[str, Any] = {
     "sample_timeout_s": Number,
     "evaluation_interval": Count | None,
     "num_cpus_for_main_process": Number,
+    "num_gpus_per_env_runner": Share,
+    "num_gpus_per_learner": Share,
+    "num_cpus_per_env_runner": Share,
     "torch_compile_learner": bool,
+    "torch_compile_learner_dynamo_mode": Literal[
+        "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    ]
+    | None,
 }
 """What RLlib's keys must be; RLlib itself takes anything."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ray.rllib.core import DEFAULT_MODULE_ID
 from ray.rllib.policy.policy import PolicySpec
+from ray.rllib.utils.schedules.scheduler import Scheduler
 
 from rllib_mhgpo.algorithms.scale_checks import check_adapters
 from rllib_mhgpo.errors import ConfigError, did_you_mean
@@ -36,6 +37,8 @@ def given_policies(policies: Any) -> Any:
         specs = {name: _own(name, spec) if isinstance(spec, PolicySpec) else spec for name, spec in policies.items()}
         return {name: {} if spec is None else spec for name, spec in specs.items()}
     if isinstance(policies, list | tuple | set | frozenset):
+        if not all(isinstance(name, str) for name in policies) or len(set(policies)) < len(policies):
+            raise ConfigError(f"config: policies: expected different names, found {list(policies)}.")
         return {name: {} for name in (sorted(policies) if isinstance(policies, set | frozenset) else policies)}
     return policies
 
@@ -106,13 +109,29 @@ def _check_policy(config: "LLMConfig", name: str, own: dict[str, Any]) -> None:
             f"{place}: lora.adapters: adapters of roles belong to one policy for all; leave policies out, or give each "
             "policy its own lora."
         )
-    if not isinstance(its.lr, list) and not (isinstance(its.lr, int | float) and 0 <= its.lr < float("inf")):
-        raise ConfigError(f"{place}: lr: expected a number of at least 0 or a schedule, found {its.lr!r}.")
+    check_rate(place, its.lr)
     if its.llm != config.llm and load_tokenizer(its.llm).get_vocab() != load_tokenizer(config.llm).get_vocab():
         raise ConfigError(
             f"{place}: llm: {its.llm!r} has another tokenizer than llm, {config.llm!r}; agents of one environment read "
             "and write the same tokens."
         )
+
+
+def check_rate(place: str, lr: Any) -> None:
+    """Refuses what is neither a learning rate nor RLlib's schedule of one.
+
+    Raises:
+        ConfigError: with the place in the configuration.
+    """
+    if isinstance(lr, list):
+        try:
+            Scheduler.validate(fixed_value_or_schedule=lr, setting_name="lr", description="learning rate")
+        except (ValueError, TypeError, IndexError) as error:
+            raise ConfigError(
+                f"{place}: lr: expected a number or a schedule such as [[0, 1e-5], [100000, 1e-6]], found {lr!r}."
+            ) from error
+    elif isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 <= lr < float("inf"):
+        raise ConfigError(f"{place}: lr: expected a number of at least 0 or a schedule, found {lr!r}.")
 
 
 def followers(config: "LLMConfig", agents: Sequence[str]) -> dict[str, str]:

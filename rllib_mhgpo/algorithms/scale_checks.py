@@ -1,6 +1,7 @@
 """What cannot be asked for together: learners, shards, adapters, engines and weights; rollouts; terms of the loss."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -37,6 +38,7 @@ def check_scale(config: "LLMConfig") -> None:
             f"config: deepspeed: zero_stage {config.zero_stage} needs learners to spread over; set num_learners to "
             "the number of GPUs, or to 1 to offload from one."
         )
+    _check_deepspeed(given)
     if given.get("offload_param") and config.zero_stage != 3:
         raise ConfigError("config: deepspeed.offload_param: needs zero_stage 3, which spreads parameters.")
     more = given.get("config") or {}
@@ -55,6 +57,7 @@ def check_scale(config: "LLMConfig") -> None:
         raise ConfigError("config: reference_refresh: a reference that follows is not sharded; use zero_stage 2.")
     if len(given) > 1 and not config.zero_stage:
         raise ConfigError("config: deepspeed: offloading and DeepSpeed's own keys need a zero_stage of 1 to 3.")
+    _check_compilation(config)
     if config.torch_compile_learner and config.zero_stage == 3:
         raise ConfigError("config: torch_compile_learner: ZeRO-3 gathers layers in hooks; use a zero_stage below 3.")
     if config.torch_compile_learner and config.shares_module and not config.in_evaluation:
@@ -74,6 +77,42 @@ def check_scale(config: "LLMConfig") -> None:
     if config.sample_ahead and config.rollout_is_cap is None:
         raise ConfigError(
             "config: sample_ahead: what is sampled ahead comes from older weights; set rollout_is_cap, such as 2.0."
+        )
+
+
+def _check_deepspeed(given: Mapping[str, Any]) -> None:
+    """Refuses values of other kinds than DeepSpeed takes."""
+    for key in ("offload_optimizer", "offload_param"):
+        if not isinstance(given.get(key), Mapping | bool | None):
+            raise ConfigError(
+                f"config: deepspeed.{key}: expected true, false or keys and values, found {given[key]!r}."
+            )
+    more = given.get("config") or {}
+    zero = more.get("zero_optimization", {}) if isinstance(more, Mapping) else {}
+    for place, value in (("config", more), ("config.zero_optimization", zero)):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config: deepspeed.{place}: expected keys and values, found {value!r}.")
+    bucket = zero.get("reduce_bucket_size", 1)
+    if not isinstance(bucket, int | float) or bucket < 1:
+        raise ConfigError(
+            f"config: deepspeed.config.zero_optimization.reduce_bucket_size: expected a number of at least 1, found "
+            f"{bucket!r}."
+        )
+
+
+def _check_compilation(config: "LLMConfig") -> None:
+    backend, mode = config.torch_compile_learner_dynamo_backend, config.torch_compile_learner_dynamo_mode
+    if not config.torch_compile_learner:
+        if (backend, mode) != ("inductor", None) and (backend, mode) != ("aot_eager", None):  # RLlib's own, by system
+            raise ConfigError("config: torch_compile_learner_dynamo_backend, _mode: need torch_compile_learner: true.")
+        return
+    from torch import _dynamo
+
+    known = _dynamo.list_backends(None)
+    if backend not in known:
+        raise ConfigError(
+            f"config: torch_compile_learner_dynamo_backend: expected one of {known}, found {backend!r}."
+            + did_you_mean(str(backend), known)
         )
 
 

@@ -148,6 +148,7 @@ def _run(name: str, experiment: Experiment, algorithm: type, options: RunOptions
 
 def _tune(name: str, experiment: Experiment, algorithm: type, options: RunOptions, progress: Any) -> list[Any]:
     """Runs one experiment and returns its trials, ended, failed or interrupted."""
+    from pyarrow import ArrowInvalid
     from ray import tune
 
     try:
@@ -167,7 +168,7 @@ def _tune(name: str, experiment: Experiment, algorithm: type, options: RunOption
             raise_on_failed_trial=False,
             **{key: experiment[key] for key in PASSED_ON if key in experiment},
         )
-    except (tune.TuneError, OSError) as error:
+    except (tune.TuneError, OSError, ArrowInvalid) as error:
         raise ConfigError(f"{name}: Tune cannot run it: {error}") from error
     return list(analysis.trials)
 

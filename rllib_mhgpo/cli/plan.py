@@ -197,9 +197,8 @@ def traffic(config: Any) -> Iterator[str]:
     if not config.shares_module:
         policies = [config.get_config_for_module(name) for name in config.policy_names]
         number = footprint.BFLOAT16 if config.dtype == "bfloat16" else footprint.FLOAT32
-        merged = (config.lora or {}).get("send") == "merged"
-        shapes = [model_shape(policy.llm, policy.lora) for policy in policies]
-        size = sum(shape.parameters if merged else shape.trained for shape in shapes) * number / 1e9
+        shapes = [(model_shape(its.llm, its.lora), (its.lora or {}).get("send") == "merged") for its in policies]
+        size = sum(shape.parameters if merged else shape.trained for shape, merged in shapes) * number / 1e9
         yield f"A weight sync: {size:.3f} GB to each of {max(1, config.num_env_runners)} runners."
     if config.engine == "vllm" and len(config.policies) > 1:
         share = "GPU memory" if config.num_gpus_per_env_runner else "key-value cache"

@@ -1,7 +1,7 @@
 """What ``--resume`` looks at before Tune goes on: that something was left, and nothing that would end it at once."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,35 @@ def forget_decisions(place: str) -> None:
 
     Args:
         place: a folder, or an address that PyArrow knows, as it has to be for Tune.
+
+    Raises:
+        ConfigError: no such place, or a last state that is damaged.
     """
+    from pyarrow import ArrowInvalid
     from pyarrow.fs import FileSelector, FileSystem
 
-    system, folder = FileSystem.from_uri(place)
-    files = [file.path for file in system.get_file_info(FileSelector(folder, allow_not_found=True))]
-    for path in (path for path in files if Path(path).match(STATES)):
+    try:
+        system, folder = FileSystem.from_uri(place)
+        files = [file.path for file in system.get_file_info(FileSelector(folder, allow_not_found=True))]
+        _rewrite(system, sorted(path for path in files if Path(path).match(STATES)))
+    except (OSError, ArrowInvalid) as error:
+        raise ConfigError(f"--resume: {place}: cannot be read: {error}. Give the storage path of the run.") from error
+
+
+def _rewrite(system: Any, paths: Sequence[str]) -> None:
+    """Writes states anew that hold decisions; Tune goes on from the last, so that the others may be damaged."""
+    for path in paths:
         with system.open_input_stream(path) as stream:
-            state: dict[str, Any] = json.loads(stream.read())
+            text = stream.read()
+        try:
+            state: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            if path != paths[-1]:
+                continue
+            raise ConfigError(
+                f"--resume: {path}: expected the state of an experiment, found {len(text)} bytes that are no JSON "
+                f"({error}). Remove this file to go on from the state before, where there is one."
+            ) from error
         if state.get("runner_data", {}).get(DECISIONS):
             state["runner_data"][DECISIONS] = {}
             with system.open_output_stream(f"{path}.part") as stream:

@@ -14,7 +14,7 @@ import torch
 
 from rllib_mhgpo import footprint
 from rllib_mhgpo.algorithms.guards import check_agents
-from rllib_mhgpo.algorithms.opponents import random_reply
+from rllib_mhgpo.algorithms.opponents import PAST, Opponents, random_reply
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.cli.index_checks import index_checks, search_check
 from rllib_mhgpo.cli.machine_checks import Finding, asked_gpus, disk, gpus, shared_memory
@@ -96,10 +96,28 @@ def system_checks(config: Any) -> Iterator[Finding]:
     yield data(bench)
     if isinstance(bench.env.unwrapped, SearchEnv):
         yield search_check(bench.env.unwrapped)
+    if config.opponents:
+        yield opponents_check(bench)
     yield groups(bench)
     yield from prompts(bench)
     for its, whose in _models(config):
         yield from engine_checks(replace(bench, config=its), whose)
+
+
+def opponents_check(bench: "Bench") -> Finding:
+    """Lets the opponents play a question, beside a policy that is not trained."""
+    config = bench.config
+    players = {agent: who for agent, who in config.opponents.items() if who != PAST}
+    if model_shape(config.llm).parameters > LARGE:
+        return Finding("opponents", "warn", "not tried beside a model of this size", "they are built when a run starts")
+    try:
+        module = LLMRLModule(model_config={"llm": config.llm, "lora": None}, observation_space=None, action_space=None)
+        own = HFEngine(module.llm, module.eos_ids, tokenizer=module.tokenizer)
+        cast = Opponents(dict.fromkeys(bench.agents, own), players, config.opponent_refresh)
+        bench.play(cast.at(0), 1)
+    except MHGPOError as error:
+        return Finding("opponents", "fail", str(error), "the message says what")
+    return Finding("opponents", "ok", ", ".join(f"{agent}: {who}" for agent, who in config.opponents.items()))
 
 
 def _models(config: Any) -> Iterator[tuple[Any, str]]:
@@ -234,7 +252,8 @@ def engine_checks(bench: Bench, whose: str = "") -> Iterator[Finding]:
 
 def _policy(config: Any) -> tuple[LLMRLModule, HFEngine | VLLMEngine]:
     gpu = torch.cuda.is_available()
-    settings = {"llm": config.llm, "dtype": config.dtype, "temperature": config.temperature, "lora": None}
+    keys = ("llm", "dtype", "temperature", "attn_implementation")
+    settings: dict[str, Any] = {**{key: config[key] for key in keys}, "lora": None}
     module = LLMRLModule(model_config=settings, observation_space=None, action_space=None)
     # beside an engine that takes most of its GPU the learner has another one, or none
     others = "cuda:1" if torch.cuda.device_count() > 1 else "cpu"

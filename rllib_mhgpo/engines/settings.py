@@ -46,6 +46,10 @@ def check_engine(engine: str, settings: Mapping[str, Any]) -> None:
         ConfigError: which key, and what to use instead.
     """
     refuse_reshaping(settings, "config: engine_config.")
+    for key in ("max_batch_tokens", "kv_cache_memory_bytes"):
+        given = settings.get(key, 1)
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise ConfigError(f"config: engine_config.{key}: expected a whole number of at least 1, found {given!r}.")
     if engine == "hf":
         for key in settings:
             if key not in HF_KEYS:

@@ -157,6 +157,7 @@ def _marked(place: Path) -> Iterator[None]:
             "has no locks that would tell. If it is gone, remove this file and build again."
         ) from error
     except OSError as error:
+        place.unlink(missing_ok=True)
         raise RetrievalError(f"{place}: cannot be written: {error}. Choose a place with room.") from error
     try:
         yield
