@@ -44,11 +44,23 @@ class RolloutError(MHGPOError, RuntimeError):
     """One rollout went bad: it is voided and counted; the run goes on."""
 
 
+USUAL = {
+    "learning_rate": "lr", "batch_size": "questions_per_iteration", "train_batch_size": "questions_per_iteration",
+    "num_generations": "group_size", "beta": "kl_beta", "kl_coef": "kl_beta", "kl_coeff": "kl_beta",
+    "max_tokens": "max_response_tokens", "max_completion_length": "max_response_tokens", "model": "llm",
+    "num_sgd_iter": "num_epochs", "clip_param": "clip_high", "epsilon": "clip_high", "num_workers": "num_env_runners",
+}  # fmt: skip
+"""What other trainers call keys of the configuration."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns ``" Did you mean 'x'?"`` for the nearest known word, or an empty string.
 
     >>> did_you_mean("group_sise", ["group_size", "lr"])
     " Did you mean 'group_size'?"
+    >>> did_you_mean("learning_rate", ["group_size", "lr"])
+    " Did you mean 'lr'?"
     """
-    nearest = get_close_matches(word, list(known), n=1, cutoff=0.5)
+    words = list(known)
+    nearest = [USUAL[word]] if USUAL.get(word) in words else get_close_matches(word, words, n=1, cutoff=0.5)
     return f" Did you mean {nearest[0]!r}?" if nearest else ""

@@ -30,11 +30,15 @@ def test_the_environment_of_the_page_is_checked_and_trained_by_its_commands(tmp_
     assert len(lines) <= 40
     (tmp_path / "share_out.py").write_text(CODE)
     check, train = (shlex.split(line)[1:] for line in COMMANDS.splitlines())
-    assert rllib(tmp_path, *check).count("ok  ") == 7
-    train[train.index("--stop") + 1] = '{"training_iteration": 2}'
+    said = rllib(tmp_path, *check)
+    assert said.count("ok  ") == 7
+    assert re.search(r"warn  all \d+ outputs of first are illegal, such as '", said)
+    limited = rllib(tmp_path, *check, "--config", '{"max_response_tokens": 1}')
+    assert "outputs of first are illegal" not in limited
     out = rllib(tmp_path, *train, "--storage-path", "results", "--ray-num-cpus", "2")
-    assert "iteration 2/2" in out
-    assert "dev Acc" in out
+    before, after = re.findall(r"dev acc ([\d.]+) -> ([\d.]+), 60 iterations", out)[0]
+    assert float(before) == 0.0
+    assert float(after) > 0.5
 
 
 def test_yaml_of_the_page_makes_environments() -> None:

@@ -2,7 +2,8 @@
 
 rllib train file tuned_examples/ppo_cartpole.py
 
-Needs two CPU cores and no model. Stops at a mean return of 150, or after 40 iterations.
+Needs two CPU cores and no model. Stops at a mean return of 150, or after 40 iterations; --checkpoint-at-end keeps the
+policy.
 """
 
 from ray.rllib.algorithms.ppo import PPOConfig

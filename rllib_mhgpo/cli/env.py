@@ -37,6 +37,7 @@ def check(
     ],
     env_config: Annotated[str | None, typer.Option(help="Its keyword arguments, as JSON.")] = None,
     llm: Annotated[str | None, typer.Option(help="The policy that plays; tiny, or what the file says.")] = None,
+    config: Annotated[str | None, typer.Option(help="Settings of the training, as JSON.")] = None,
     roots: Annotated[int, typer.Option(help="How many root inputs are played and shown.", min=1)] = 3,
     verbose: Annotated[int, typer.Option("-v", count=True, help="Show what the libraries say.")] = 0,
 ) -> None:
@@ -44,9 +45,9 @@ def check(
     from rllib_mhgpo.cli.launch import prepare
 
     prepare(verbose)
-    from rllib_mhgpo.cli.env_checks import groups, run_checks
+    from rllib_mhgpo.cli.env_checks import always_illegal, groups, run_checks
 
-    system = assembled(environment, env_config, llm)
+    system = assembled(environment, env_config, llm, config)
     played = list(range(min(roots, int(getattr(system.env, "num_roots", lambda _: roots)("train")))))
     agents = ", ".join(system.env.possible_agents)
     typer.echo(f"{environment}: agents {agents}; policy {system.config.llm}, context {system.context} tokens")
@@ -58,26 +59,30 @@ def check(
         raise ConfigError(f"env check: {failed} of the checks failed.")
     made, trees = groups(system, played)
     typer.echo(report(made))
+    for agent, (count, example) in always_illegal(system, trees).items():
+        typer.echo(f"warn  all {count} outputs of {agent} are illegal, such as {example!r}")
     for reason in [reason for tree in trees for reason in tree.void][:3]:
         typer.echo(f"voided: {reason}")
 
 
-def assembled(environment: str, env_config: str | None, llm: str | None) -> "System":
+def assembled(environment: str, env_config: str | None, llm: str | None, config: str | None) -> "System":
     """Puts together the system to check."""
     from rllib_mhgpo.algorithms.evaluation import assemble
     from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
     from rllib_mhgpo.cli.evaluate import untrained
     from rllib_mhgpo.cli.train import read_json
 
-    changes = read_json(env_config, "--env-config")
+    changes, own = read_json(env_config, "--env-config"), read_json(config, "--config")
     if Path(environment).suffix in (".yaml", ".yml", ".py"):
         system = untrained(Path(environment), changes)
-        if llm is None:
+        if llm is None and not own:
             return system
-        config = system.config.update_from_dict({"llm": llm})
-        return assemble(config, config.llms, config.env_config)
-    config = MHGPOConfig.check({"env": environment, "env_config": changes, "llm": llm or MHGPOConfig.llm})
-    return assemble(config, config.llms, changes)
+        settings = system.config.update_from_dict({**own, **({"llm": llm} if llm else {})})
+        settings.validate()
+        return assemble(settings, settings.llms, settings.env_config)
+    given = {"llm": MHGPOConfig.llm, **own, **({"llm": llm} if llm else {})}
+    settings = MHGPOConfig.check({**given, "env": environment, "env_config": changes})
+    return assemble(settings, settings.llms, changes)
 
 
 def report(groups: "list[Group]") -> str:

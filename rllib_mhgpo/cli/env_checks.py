@@ -7,6 +7,7 @@ import contextlib
 import io
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,7 @@ from rllib_mhgpo.forks import copy_env
 from rllib_mhgpo.llms import load_tokenizer
 from rllib_mhgpo.sampling import ForkOnFirst, Options
 from rllib_mhgpo.spaces import Tokens
-from rllib_mhgpo.tree import TEAM, RolloutTree, flatten
+from rllib_mhgpo.tree import TEAM, Generation, RolloutTree, flatten
 from rllib_mhgpo.waves import Play, play, split_rewards
 
 API_CYCLES = 20
@@ -317,3 +318,16 @@ def groups(system: System, roots: Sequence[int]) -> tuple[list[Group], list[Roll
             )
         )
     return made, trees
+
+
+def always_illegal(system: System, trees: Sequence[RolloutTree]) -> dict[str, tuple[int, str]]:
+    """Returns the agents of which no output was legal, how many there were, and the text of one."""
+    tokenizer = getattr(system.env.unwrapped, "tokenizer", None) or load_tokenizer(system.config.llm)
+    said: dict[str, list[Generation]] = defaultdict(list)
+    for act in (act for tree in trees for act in tree.generations):
+        said[act.agent].append(act)
+    return {
+        agent: (len(acts), tokenizer.decode(acts[0].response))
+        for agent, acts in said.items()
+        if all(act.metrics.get("illegal", 0.0) == 1.0 for act in acts)
+    }
