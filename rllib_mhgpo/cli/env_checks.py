@@ -28,7 +28,7 @@ from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.tree import TEAM, Generation, RolloutTree, flatten
 from rllib_mhgpo.waves import Play, play, split_rewards
 
-API_CYCLES = 20
+API_CYCLES, MOST_WORDS = 20, 100
 
 
 @dataclass(frozen=True)
@@ -200,12 +200,19 @@ def keeps_words(system: System, roots: Sequence[int]) -> str:
             if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
                 raise Failure(
                     f"agent {agent!r} reads words that the tokenizer of {system.config.llm!r} does not know"
-                    f"{unknown_words(env, agent, tokenizer)}; use words of its vocabulary, or another llm"
+                    f"{unknown_words(env, agent, tokenizer)}; use words of its vocabulary{_words(tokenizer)}, or "
+                    "another llm"
                 )
             again = tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
             count, changed = count + 1, changed + (list(again) != ids.tolist())
             env.step(respond(system, env, count))
     return f"{count} prompts, of which {count - changed} survive decoding and encoding; no word is unknown"
+
+
+def _words(tokenizer: Any) -> str:
+    """Lists a vocabulary that is small enough to be read."""
+    words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    return f" ({' '.join(words)})" if len(words) <= MOST_WORDS else ""
 
 
 def unknown_words(env: AECEnv, agent: str, tokenizer: Any) -> str:

@@ -92,15 +92,16 @@ def show(console: Console, name: str, algorithm: Any, settings: Mapping[str, Any
     config = algorithm.get_default_config().update_from_dict(dict(settings))
     config.validate()
     found = list(processes(config))
-    table = Table(title=f"{name}: memory of a process, GB", title_justify="left")
+    console.print(f"{name}: memory of a process, GB", markup=False)
+    table = Table()
     table.add_column()
     for process in found:
         table.add_column(f"{process.name} x {process.count}", justify="right")
     for part in dict.fromkeys(part for process in found for part in process.parts):
-        table.add_row(part, *(f"{process.parts[part] / 1e9:.2f}" if part in process.parts else "" for process in found))
-    table.add_row("all", *(f"{process.total / 1e9:.2f}" for process in found), style="bold")
+        table.add_row(part, *(_gb(process.parts[part]) if part in process.parts else "" for process in found))
+    table.add_row("all", *(_gb(process.total) for process in found), style="bold")
     if any(process.offloaded for process in found):
-        table.add_row("offloaded to the CPU", *(f"{process.offloaded / 1e9:.2f}" for process in found))
+        table.add_row("offloaded to the CPU", *(_gb(process.offloaded) for process in found))
     table.add_row("GPUs", *(f"{process.gpus:g}" for process in found))
     console.print(table)
     for line in (*traffic(config), requested(algorithm, settings)):
@@ -109,6 +110,10 @@ def show(console: Console, name: str, algorithm: Any, settings: Mapping[str, Any
     for fault in faults:
         console.print(f"[bold red]does not fit:[/] {fault}")
     return not faults
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f}" if size >= 1e8 else f"{size / 1e9:.3f}"
 
 
 def processes(config: Any) -> Iterator[Process]:
