@@ -178,12 +178,16 @@ def score_table(rows: Mapping[str, Sequence[Record]]) -> Table:
 
 
 def open_any(source: Path, env_config: Mapping[str, Any]) -> "System":
-    """Opens a checkpoint's system, or the untrained one of an experiment file."""
+    """Opens a checkpoint's system, that of a run's last one, which is named, or the untrained one of a file."""
+    from rllib_mhgpo.algorithms.checkpoints import find_checkpoint
     from rllib_mhgpo.algorithms.evaluation import open_system
 
     if source.suffix in (".yaml", ".yml", ".py"):
         return untrained(source, env_config)
-    return open_system(source, env_config)
+    checkpoint = find_checkpoint(source)
+    if checkpoint != source:
+        typer.echo(f"the last checkpoint: {checkpoint}", err=True)
+    return open_system(checkpoint, env_config)
 
 
 def untrained(file: Path, env_config: Mapping[str, Any]) -> "System":
