@@ -346,6 +346,16 @@ def test_a_row_keeps_the_last_dev_score_and_knows_the_time_left() -> None:
     )
 
 
+def test_a_score_of_before_training_is_no_result() -> None:
+    row = Row("trial")
+    row.add(
+        {"training_iteration": 3, "dev": {"f1": 0.2, "em": 0.1, "iteration": 0}, "dev_start": {"f1": 0.2, "em": 0.1}}
+    )
+    assert row.summary(95).startswith("dev not evaluated since the start (F1 0.200), 3 iterations")
+    row.add({"training_iteration": 4, "dev": {"f1": 0.5, "em": 0.4, "iteration": 4}})
+    assert row.summary(95).startswith("dev F1 0.200 -> 0.500 (EM 0.100 -> 0.400), 4 iterations")
+
+
 def test_a_run_without_an_evaluation_says_nothing_of_dev_scores() -> None:
     row = Row("trial")
     row.add({"training_iteration": 3, "dev": {"f1": float("nan"), "iteration": 0, "questions": 0}})

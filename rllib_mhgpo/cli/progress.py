@@ -90,7 +90,7 @@ class Row:
             score = f"dev {', '.join(f'{name} {self._change(name)}' for name in names)}, "
         elif EPISODE_RETURN in self.latest:
             score = f"episode return {self.first[EPISODE_RETURN]:.1f} -> {self.latest[EPISODE_RETURN]:.1f}, "
-        if "dev/iteration" in self.latest and self.latest["dev/iteration"] == 0 and self.iteration:
+        if score.startswith("dev") and self.iteration and self.latest.get("dev/iteration") == 0:
             score = f"dev not evaluated since the start ({score.split(' -> ')[0].removeprefix('dev ')}), "
         checkpoint = self.checkpoint or "none"
         return f"{score}{self.iteration} iterations, {clock(seconds)}, checkpoint {checkpoint}"
