@@ -199,9 +199,9 @@ def _tried(llm: PreTrainedModel, attention: Attention, in_pieces: bool, kernel: 
     layout = lay_out(prompts, responses, rows, [np.ones(len(response), bool) for response in responses])
     device = next(llm.parameters()).device
     with torch.autocast(device.type, torch.bfloat16, enabled=_is_flash(llm)):  # those kernels take nothing wider
-        return response_logprobs(llm, head_of(llm), as_tensors(layout, device, kernel), 1.0, in_pieces=in_pieces)[
-            0
-        ].float()
+        batch = as_tensors(layout, device, kernel)
+        logp, _ = response_logprobs(llm, head_of(llm), batch, 1.0, in_pieces=in_pieces)
+    return logp.float()
 
 
 def _same(llm: PreTrainedModel, one: Tensor, other: Tensor) -> bool:
