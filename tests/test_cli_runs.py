@@ -112,7 +112,7 @@ def test_an_interrupted_run_is_saved_and_resumed(place: Place, how: signal.Signa
         if "iteration 3/40" in line:
             run.send_signal(how)
             break
-    rest, err = run.communicate(timeout=60)
+    rest, err = run.communicate(timeout=240)
     assert run.returncode == 130, rest + err
     saved = next(line for line in rest.splitlines() if line.startswith("Interrupted: iteration "))
     checkpoint = Path(saved.rpartition(" in ")[2])
@@ -136,7 +136,7 @@ def test_a_killed_run_loses_no_more_than_the_iteration_at_work(place: Place) -> 
         if "iteration 4/5" in line:
             run.kill()
             break
-    run.communicate(timeout=60)
+    run.communicate(timeout=240)
     run = place.start(*slow, "--resume")
     out, err = run.communicate(timeout=240)
     assert run.returncode == 0, out + err
