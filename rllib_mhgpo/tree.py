@@ -141,7 +141,7 @@ class RolloutTree:
 
 
 class FlatTrees(NamedTuple):
-    """The N generations of several trees as arrays, in order, parents before children.
+    """The N generations of several trees as arrays that cannot be written to, in order, parents before children.
 
     Attributes:
         generations: the generations themselves.
@@ -189,7 +189,7 @@ def flatten(trees: Sequence[RolloutTree], agents: Sequence[str]) -> FlatTrees:
         for team, earned in generation.shared.items():
             shared[row, teams.index(team)] = earned
     place = {agent: index for index, agent in enumerate(agents)}
-    return FlatTrees(
+    flat = FlatTrees(
         generations,
         tree=np.repeat(np.arange(len(trees)), np.diff(starts)),
         agent=np.array([place[g.agent] for g in generations], dtype=np.int64),
@@ -200,3 +200,6 @@ def flatten(trees: Sequence[RolloutTree], agents: Sequence[str]) -> FlatTrees:
         team=np.array([teams.index(g.team) for g in generations], dtype=np.int64),
         trained=np.array([g.trained for g in generations], dtype=bool),
     )
+    for column in flat[1:]:
+        column.flags.writeable = False  # a function of the user's own reads them
+    return flat

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from rllib_mhgpo.algorithms.mhgpo import MHGPO
+from rllib_mhgpo.credit import group_advantages
+from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.train_batch import TrainBatch
-from rllib_mhgpo.tree import flatten
+from rllib_mhgpo.tree import FlatTrees, flatten
 from tests.rig import equal, row, weights
 from tests.toys import PROMPTS
 
@@ -92,6 +94,59 @@ def test_the_kl_can_be_taken_off_the_reward(make: Make) -> None:
     assert max(map(abs, expected)) > 1e-2
 
 
+def by_agent(flat: FlatTrees) -> np.ndarray:
+    return np.asarray(flat.agent)
+
+
+def test_groups_of_ones_own_are_kept_and_leave_the_batch_alone(make: Make) -> None:
+    """All of an agent's generations are one group, those before the fork too, though they are alone of a question."""
+    algorithm = make(group_key="tests.test_switches:by_agent", rollout_strategy="rr", fork_probs=[0.0, 1.0, 0.0])
+    flat = flatten(algorithm.sample_trees(), algorithm.agents)
+    agents = flat.agent.copy()
+    assert np.bincount(agents).tolist() == [3, 9, 9]
+    credit = algorithm.assign_credit(flat)
+    assert np.array_equal(flat.agent, agents)
+    assert np.array_equal(credit["group"], agents)
+    assert credit["advantage"] == pytest.approx(group_advantages(credit["reward"], agents).values)
+    assert not credit["singleton"].any()
+    assert (algorithm.make_batch(flat, credit).weights > 0).all()
+    with pytest.raises(ValueError, match="read-only"):
+        flat.agent[0] = 1
+
+
+def too_few(flat: FlatTrees) -> list[int]:
+    return [0]
+
+
+def test_a_group_key_that_does_not_fit_is_refused(make: Make) -> None:
+    algorithm = make(group_key="tests.test_switches:too_few")
+    with pytest.raises(ConfigError, match=r"group_key: tests.test_switches:too_few: expected one value for each of 27"):
+        row(algorithm)
+
+
+def test_a_prompt_that_nobody_shares_has_no_advantage(make: Make) -> None:
+    """With groups by prompt only who is alone of its question too is pooled, and with ``is`` nobody is."""
+    by_prompts = make(group_key="prompt")
+    flat = flatten(by_prompts.sample_trees(), by_prompts.agents)
+    credit = by_prompts.assign_credit(flat)
+    assert not credit["singleton"].any()
+    prompts = [(g.agent, g.prompt.tobytes()) for g in flat.generations]
+    lone = np.array([prompts.count(prompt) == 1 for prompt in prompts])
+    assert lone.any()
+    assert (credit["advantage"][lone] == 0).all()
+    independent = make(rollout_strategy="is")
+    trees = independent.sample_trees()
+    for tree in trees:
+        for other in [g for g in tree.generations if g.agent == "answerer" and g.trained][1:]:
+            other.trained = False
+    flat = flatten(trees, independent.agents)
+    survivors = flat.trained & (flat.agent == 2)
+    credit = independent.assign_credit(flat)
+    assert credit["singleton"][survivors].tolist() == [True] * 3
+    assert (credit["advantage"][survivors] == 0).all()
+    assert len(set(credit["group"][survivors])) == 3
+
+
 def test_penalties_of_successors_run_back_when_asked(make: Make) -> None:
     """A chain: with the paper's other reading every agent's reward holds the penalties behind it."""
     chain, other = make(evaluation_interval=None), make(evaluation_interval=None, propagate_specific=True)
@@ -103,14 +158,28 @@ def test_penalties_of_successors_run_back_when_asked(make: Make) -> None:
     assert (behind != 0).any()
 
 
-def test_questions_without_spread_are_replaced(make: Make) -> None:
-    """With a constant reward and no penalty nothing has spread: every round draws new questions, up to the bound."""
-    env_config = {"reward": "tests.test_switches:constant"}
-    algorithm = make(
-        refill_rounds=1, penalties=False, env_config={**base_env(make), **env_config}, evaluation_interval=None
-    )
-    first = {tree.root for tree in super(MHGPO, algorithm).sample_trees()}
-    assert not first & {tree.root for tree in algorithm.sample_trees()}
+def test_questions_without_spread_are_replaced_by_others_than_before(make: Make) -> None:
+    """With a constant reward nothing has spread: of 8 questions 3, 3 and the last 2 are drawn, none twice."""
+    env_config = {**base_env(make), "reward": "tests.test_switches:constant"}
+    algorithm = make(refill_rounds=9, penalties=False, env_config=env_config, evaluation_interval=None)
+    drawn, roll_out = list[list[int]](), algorithm.roll_out
+    algorithm.roll_out = lambda roots: drawn.append(list(roots)) or roll_out(roots)  # type: ignore[func-returns-value, method-assign]
+    kept = [tree.root for tree in algorithm.sample_trees()]
+    assert [len(roots) for roots in drawn] == [3, 3, 2]
+    assert sorted(root for roots in drawn for root in roots) == list(range(8))
+    assert kept == [*drawn[2], drawn[1][2]]
+
+
+def test_what_carries_no_loss_keeps_no_question(make: Make) -> None:
+    """Only penalties of the reranker, which is not trained, differ: there is nothing to learn from."""
+    env_config = {**base_env(make), "reward": "tests.test_switches:constant"}
+    algorithm = make(refill_rounds=1, train_agents=["answerer"], env_config=env_config, evaluation_interval=None)
+    trees = super(MHGPO, algorithm).sample_trees()
+    for tree in trees:
+        next(g for g in tree.generations if g.agent == "reranker").specific -= 1.0
+        for answer in (g for g in tree.generations if g.agent == "answerer"):
+            answer.specific = 0.0
+    assert algorithm._without_spread(trees).tolist() == [0, 1, 2]
 
 
 def constant(answer: str, golds: Any) -> float:

@@ -19,6 +19,7 @@ from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.llm_algorithm import Credit, LLMAlgorithm
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.credit import group_advantages, regroup_singletons
+from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
 
 Ints = NDArray[np.int64]
@@ -42,6 +43,21 @@ def _distinct(*columns: Ints) -> Ints:
 
 GROUP_KEYS: dict[str, Callable[[FlatTrees], Ints]] = {"question": by_question, "prompt": by_prompt}
 """By name: which generations are one group. A user's own is such a function, given as ``module:function``."""
+
+
+def grouped(flat: FlatTrees, key: str) -> Ints:
+    """Returns the groups that ``group_key`` makes, numbered from 0, (N,).
+
+    Raises:
+        ConfigError: the function did not return one value for each generation.
+    """
+    found = np.asarray(import_named("group_key", key, GROUP_KEYS)(flat))
+    if found.shape != flat.agent.shape:
+        raise ConfigError(
+            f"config: group_key: {key}: expected one value for each of {len(flat.agent)} generations, "
+            f"found an array of shape {found.shape}."
+        )
+    return np.unique(found, return_inverse=True)[1]
 
 
 class MHGPOConfig(LLMConfig):
@@ -79,15 +95,20 @@ class MHGPO(LLMAlgorithm):
         return MHGPOConfig()
 
     def sample_trees(self) -> list[RolloutTree]:
-        """Samples the iteration's trees; questions whose groups all lack spread may be replaced by new ones."""
+        """Samples the iteration's trees; questions without anything to learn from may be replaced by new ones.
+
+        No question is drawn twice in an iteration; once none is left, those without spread stay.
+        """
         trees = super().sample_trees()
+        drawn = {tree.root for tree in trees}
         for refill in range(self.config.refill_rounds):
             dull = self._without_spread(trees)
-            if not len(dull):
+            spare = np.setdiff1d(np.arange(self.num_roots), list(drawn))
+            if not len(dull) or not len(spare):
                 break
-            spare = np.setdiff1d(np.arange(self.num_roots), [tree.root for tree in trees])
             rng = np.random.default_rng((self.run_seed, self.iteration, refill))
             roots = rng.choice(spare, min(len(dull), len(spare)), replace=False).tolist()
+            drawn.update(roots)
             for place, tree in zip(dull.tolist(), self.roll_out(roots), strict=False):
                 trees[place] = tree
         return trees
@@ -95,7 +116,7 @@ class MHGPO(LLMAlgorithm):
     def _without_spread(self, trees: list[RolloutTree]) -> Ints:
         flat = flatten(trees, self.agents)
         credit = self.assign_credit(flat)
-        with_spread = flat.tree[flat.trained & (credit["advantage"] != 0)]
+        with_spread = flat.tree[credit["counted"] & (credit["advantage"] != 0)]
         return np.setdiff1d(np.arange(len(trees)), with_spread)
 
     def assign_credit(self, flat: FlatTrees) -> Credit:
@@ -117,13 +138,21 @@ class MHGPO(LLMAlgorithm):
         return {**credit, "group": group, "singleton": alone, "counted": counted}
 
     def _groups(self, flat: FlatTrees, rng: np.random.Generator) -> tuple[Ints, NDArray[np.bool_]]:
-        """Returns the group of each generation, (N,), and which were alone of their question before regrouping."""
-        key = "prompt" if self.config.rollout_strategy == "is" else self.config.group_key
-        group = np.asarray(import_named("group_key", key, GROUP_KEYS)(flat), dtype=np.int64)
-        by_root = by_question(flat)
-        members = np.bincount(by_root[flat.trained], minlength=by_root.max(initial=0) + 1)
-        alone = flat.trained & (members == 1)[by_root]
-        rows, pools = np.flatnonzero(alone), _distinct(flat.agent, flat.act)
-        pooled = regroup_singletons(by_root[rows], pools[rows], self.config.group_size, rng)
-        group[rows] = pooled + group.max(initial=0) + 1
+        """Returns the group of each generation, (N,), and which were alone in it and of their question before.
+
+        Those are pooled, except with ``is``, whose groups share a prompt.
+        """
+        independent = self.config.rollout_strategy == "is"
+        group = grouped(flat, "prompt" if independent else self.config.group_key)
+        alone = _alone(group, flat.trained) & _alone(by_question(flat), flat.trained)
+        if not independent:
+            rows, pools = np.flatnonzero(alone), _distinct(flat.agent, flat.act)
+            pooled = regroup_singletons(group[rows], pools[rows], self.config.group_size, rng)
+            group[rows] = pooled + group.max(initial=0) + 1
         return group, alone
+
+
+def _alone(group: Ints, among: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Returns which of some generations are alone in their group, whose numbers are 0 and above, (N,)."""
+    members = np.bincount(group[among], minlength=group.max(initial=0) + 1)
+    return np.asarray(among & (members == 1)[group])
