@@ -255,6 +255,15 @@ def test_a_run_whose_rollouts_are_all_void_stops_with_the_reason(make: Make, toy
         ({"kl_beta": float("inf")}, "kl_beta.*finite"),
         ({"temperature": float("inf")}, "temperature.*finite"),
         ({"penalties": {"rewriter": float("-inf")}}, "penalties.*finite"),
+        ({"kl_estimator": "k1"}, "kl_estimator: k1 in the loss.*k2 or k3"),
+        (
+            {"overlong_penalty_tokens": 65},
+            "overlong_penalty_tokens: expected at most max_response_tokens = 64, found 65",
+        ),
+        (
+            {"overlong_penalty_tokens": 9, "max_response_tokens": {"rewriter": 8, "reranker": 9, "answerer": 9}},
+            "overlong_penalty_tokens: expected at most max_response_tokens = 8, found 9",
+        ),
         ({"group_key": "os:sep"}, "group_key: expected a class or a function"),
         ({"rollout_strategy": "os:sep"}, "rollout_strategy: expected a class or a function"),
         ({"env": "os:path"}, "env: expected a class, found 'os:path', a module"),

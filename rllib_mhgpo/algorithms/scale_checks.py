@@ -207,3 +207,15 @@ def check_losses(config: "LLMConfig") -> None:
         raise ConfigError("config: max_kl: expected a kl_beta above 0, without which there is no reference.")
     if config.kl_in_reward and config.kl_beta == 0:
         raise ConfigError("config: kl_in_reward: expected a kl_beta above 0, found 0; raise it, or leave the KL out.")
+    if config.kl_estimator == "k1" and config.kl_beta > 0 and not config.kl_in_reward:
+        raise ConfigError(
+            "config: kl_estimator: k1 in the loss has a gradient whose mean is 0, so it would hold nothing back; use "
+            "k2 or k3, or kl_in_reward."
+        )
+    limits = config.max_response_tokens
+    shortest = limits if isinstance(limits, int) else min(limits.values())
+    if config.overlong_penalty_tokens > shortest:
+        raise ConfigError(
+            f"config: overlong_penalty_tokens: expected at most max_response_tokens = {shortest}, found "
+            f"{config.overlong_penalty_tokens}; every response would be punished."
+        )
