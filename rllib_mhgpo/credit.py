@@ -104,7 +104,12 @@ class Advantages(NamedTuple):
 
 
 def group_advantages(
-    rewards: Floats, groups: Sequence[int] | Ints, norm: str = "std", ddof: int = 1, std_floor: float = 0.0
+    rewards: Floats,
+    groups: Sequence[int] | Ints,
+    norm: str = "std",
+    ddof: int = 1,
+    std_floor: float = 0.0,
+    rounding: Floats | float = 0.0,
 ) -> Advantages:
     """Normalises rewards within groups; the order of the rows does not matter.
 
@@ -115,6 +120,7 @@ def group_advantages(
     Args:
         rewards: (N,), finite.
         groups: (N,), any integers; equal ones are one group.
+        rounding: (N,) or one number; rewards of a group are equal where they are no further apart than the largest.
 
     >>> group_advantages(np.array([1.0, 0, 0, 0]), [0, 0, 0, 0]).values.round(4).tolist()
     [1.5, -0.5, -0.5, -0.5]
@@ -125,10 +131,11 @@ def group_advantages(
     _, group, size = np.unique(np.asarray(groups), return_inverse=True, return_counts=True)
     n = size[group]
     centred = rewards - (np.bincount(group, rewards) / size)[group]
-    highest, lowest = np.full(len(size), -np.inf), np.full(len(size), np.inf)
+    highest, lowest, nothing = np.full(len(size), -np.inf), np.full(len(size), np.inf), np.zeros(len(size))
     np.maximum.at(highest, group, rewards)
     np.minimum.at(lowest, group, rewards)
-    equal = (highest - lowest <= ROUNDING * np.maximum(1.0, np.abs(highest)))[group]
+    np.maximum.at(nothing, group, rounding)
+    equal = (highest - lowest <= np.maximum(nothing, ROUNDING * np.maximum(1.0, np.abs(highest))))[group]
     if norm == "std":
         variance = np.bincount(group, centred**2) / np.maximum(size - ddof, 1)
         values = centred / (np.maximum(np.sqrt(variance), std_floor) + EPSILON)[group]

@@ -280,13 +280,18 @@ class LLMLearner(TorchLearner):
         return sums
 
     def reference_kl(self, batch: TrainBatch) -> NDArray[np.float64]:
-        """Returns the sum over each response of ``log-probability when sampled - that of the reference``, (B,)."""
+        """Returns the sum over each response of ``log-probability - that of the reference``, (B,).
+
+        Both are computed here, in one layout, so that it is 0 where they are one policy; an engine's log-probabilities
+        differ by rounding, which would pass for a KL.
+        """
+        present = self.logprobs(batch)
         reference: list[NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(batch)
         for policy, rows in self.by_policy(batch, np.arange(len(batch))):
             with policy.as_reference() as llm:
                 policy.fill(reference, llm, batch, rows)
         said = batch.said or [None] * len(batch)
-        differences = [mine - ref for mine, ref in zip(batch.logprobs, reference, strict=True)]
+        differences = [mine - ref for mine, ref in zip(present, reference, strict=True)]
         return np.array([float((d if s is None else d[s]).sum()) for d, s in zip(differences, said, strict=True)])
 
     # --- checkpoints -------------------------------------------------------------------------------------------------

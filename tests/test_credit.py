@@ -128,6 +128,14 @@ def test_a_group_of_equal_rewards_has_none_either_and_is_told() -> None:
     assert result.zero_std.tolist() == [True, True, True, False, False]
 
 
+def test_rewards_that_rounding_sets_apart_are_equal() -> None:
+    """Of the first group one may be off by 0.01, and they are 0.01 apart; of the second none may."""
+    rewards, groups = np.array([0.25, 0.26, 0.25, 0.26]), [0, 0, 1, 1]
+    result = group_advantages(rewards, groups, rounding=np.array([0.0, 0.0101, 0.0, 0.0]))
+    assert result.values == pytest.approx([0, 0, -(2**-0.5), 2**-0.5], abs=1e-3)
+    assert result.zero_std.tolist() == [True, True, False, False]
+
+
 def test_std_floor_bounds_the_blow_up() -> None:
     """Penalty 0.1 in one of four: std 0.05, so 1.5 without a floor and 0.075 / 0.2 with a floor of 0.2."""
     rewards = np.array([-0.1, 0.0, 0.0, 0.0])

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rllib_mhgpo.algorithms.mhgpo import MHGPO
 from rllib_mhgpo.credit import group_advantages
@@ -13,7 +14,7 @@ from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.train_batch import TrainBatch
 from rllib_mhgpo.tree import FlatTrees, flatten
 from tests.rig import equal, row, weights
-from tests.toys import PROMPTS
+from tests.toys import PROMPTS, share_of_vowels
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 Make = Callable[..., MHGPO]
@@ -82,7 +83,7 @@ def test_the_kl_can_be_taken_off_the_reward(make: Make) -> None:
     """At the reference the penalty is 0; after an update it is beta times the summed log-ratio of each response."""
     algorithm = make(kl_in_reward=True, kl_beta=0.5, penalties=False, evaluation_interval=None)
     at_start = flatten(algorithm.sample_trees(), algorithm.agents)
-    assert algorithm.assign_credit(at_start)["reward_specific"] == pytest.approx(np.zeros(27), abs=1e-4)
+    assert (algorithm.assign_credit(at_start)["reward_specific"] == 0).all()
     row(algorithm)
     moved = flatten(algorithm.sample_trees(), algorithm.agents)
     learner = algorithm.learner_group._learner
@@ -92,6 +93,46 @@ def test_the_kl_can_be_taken_off_the_reward(make: Make) -> None:
     expected = [-0.5 * float((g.logprobs - ref).sum()) for g, ref in zip(moved.generations, reference, strict=True)]
     assert algorithm.assign_credit(moved)["reward_specific"] == pytest.approx(expected, abs=1e-4)
     assert max(map(abs, expected)) > 1e-2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_kl_gives_spread_where_there_is_one_and_rounding_does_not(make: Make, dtype: str) -> None:
+    """Equal task rewards: none at the reference, nor with weights that differ in their last digits; some beyond."""
+    env_config = {**base_env(make), "reward": "tests.test_switches:constant"}
+    algorithm = make(
+        kl_in_reward=True, kl_beta=0.05, dtype=dtype, penalties=False, env_config=env_config, evaluation_interval=None
+    )
+    flat = flatten(algorithm.sample_trees(), algorithm.agents)
+    learner = algorithm.learner_group._learner
+    start = [tensor.clone() for tensor in learner.policy.llm.parameters()]
+    noise = torch.Generator().manual_seed(0)
+    for apart, has_spread in ((0.0, False), (1e-7, False), (0.3, True)):
+        with torch.no_grad():
+            for tensor, begun in zip(learner.policy.llm.parameters(), start, strict=True):
+                tensor.copy_(begun * (1 + apart * torch.randn(begun.shape, generator=noise)))
+        credit = algorithm.assign_credit(flat)
+        assert (credit["advantage"] != 0).any() == (~credit["zero_std"]).any() == has_spread
+        assert (credit["reward_specific"] != 0).any() == (apart > 0)
+
+
+def says_the_same(env: Any, agent: str) -> str:
+    return "the same answer"
+
+
+def test_what_an_opponent_says_costs_nobody_anything(make: Make) -> None:
+    """Its text is longer than the limit and unlikely under the policy; neither it nor who acted before it pays."""
+    algorithm = make(
+        opponents={"answerer": "tests.test_switches:says_the_same"}, kl_in_reward=True, kl_beta=0.1,
+        overlong_penalty_tokens=4, propagate_specific=True, penalties=False, evaluation_interval=None,
+    )  # fmt: skip
+    flat = flatten(algorithm.sample_trees(), algorithm.agents)
+    assert max(len(g.response) for g in flat.generations if g.agent == "answerer") > 6
+    charged = [{"rewriter": 2, "reranker": 1, "answerer": 0}[g.agent] for g in flat.generations]
+    assert all(g.truncated for g in flat.generations if g.agent != "answerer")
+    credit = algorithm.assign_credit(flat)
+    paid = share_of_vowels("the same answer", ())
+    assert credit["reward"] == pytest.approx(paid - np.array(charged))
+    assert (credit["reward_specific"][flat.agent == 2] == 0).all()
 
 
 def by_agent(flat: FlatTrees) -> np.ndarray:

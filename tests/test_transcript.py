@@ -8,6 +8,7 @@ import pytest
 from pettingzoo.test import api_test, seed_test
 
 from rllib_mhgpo.algorithms.grpo import GRPO, GRPOConfig, joined
+from rllib_mhgpo.algorithms.rewards import charge_overlong
 from rllib_mhgpo.envs.minipedia.perfect import PERFECT
 from rllib_mhgpo.envs.search_o1 import SearchO1Env
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
@@ -15,7 +16,7 @@ from rllib_mhgpo.envs.transcript import TranscriptEnv
 from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.sampling import ForkOnFirst, Options
 from rllib_mhgpo.spaces import Tokens
-from rllib_mhgpo.tree import RolloutTree
+from rllib_mhgpo.tree import Generation, RolloutTree
 from rllib_mhgpo.waves import Play, play
 from tests.rig import equal, row, weights
 from tests.toys import ScriptedEngine, share_of_vowels, toy_questions, toy_tokenizer
@@ -169,6 +170,28 @@ def test_grpo_trains_transcripts(grpo: Callable[..., GRPO]) -> None:
     assert result["advantage_std"] > 0
     assert result["ratio_max"] == pytest.approx(1, abs=1e-3)
     assert not equal(before, weights(growing))
+
+
+def test_a_round_is_charged_for_its_own_length(grpo: Callable[..., GRPO]) -> None:
+    """Limit 64, of which the last 16 cost: 30 and 30 tokens nothing, though together they are near it; 56 a half."""
+    tree, prompt = RolloutTree(0), np.zeros(1, np.int32)
+    for act, length in enumerate((30, 30, 56)):
+        said = np.ones(length, np.int32)
+        previous = act - 1 if act else None
+        tree.add(Generation("searcher", prompt, said, np.zeros(length, np.float32), False, previous, act=act))
+        prompt = np.concatenate([prompt, said])
+    tree.generations[-1].scores = {}
+    charge_overlong([tree], GRPOConfig().update_from_dict({"max_response_tokens": 64, "overlong_penalty_tokens": 16}))
+    assert [g.specific for g in tree.generations] == [0, 0, -0.5]
+    assert joined(tree).generations[0].specific == -0.5
+    growing = grpo(env="tests.test_transcript:Growing", env_config={}, overlong_penalty_tokens=12)
+    free = grpo(env="tests.test_transcript:Growing", env_config={})
+    cost = [
+        generation.specific - other.specific + generation.num_tokens / 12
+        for tree, same in zip(growing.sample_trees(), free.sample_trees(), strict=True)
+        for generation, other in zip(tree.generations, same.generations, strict=True)
+    ]
+    assert cost == pytest.approx(np.zeros(9))
 
 
 def test_retrieved_tokens_have_no_gradient(grpo: Callable[..., GRPO]) -> None:

@@ -29,7 +29,7 @@ from rllib_mhgpo.algorithms.policies import followers
 from rllib_mhgpo.algorithms.profiling import TABLE, phase_table, traced
 from rllib_mhgpo.algorithms.recording import Recorder
 from rllib_mhgpo.algorithms.registration import import_named
-from rllib_mhgpo.algorithms.rewards import kl_penalty, overlong_penalty, propagated
+from rllib_mhgpo.algorithms.rewards import charge_overlong, kl_penalty, propagated
 from rllib_mhgpo.algorithms.runner_pool import RunnerPool
 from rllib_mhgpo.credit import token_weights
 from rllib_mhgpo.errors import MHGPOError
@@ -88,8 +88,7 @@ class LLMAlgorithm(CheckpointedAlgorithm):
 
     def rewards(self, flat: FlatTrees, rng: np.random.Generator) -> Credit:
         """Returns what each generation stands for: ``reward_shared``, ``reward_specific`` and their sum ``reward``."""
-        limits, width = self.config.max_response_tokens, self.config.overlong_penalty_tokens
-        specific = flat.specific + overlong_penalty(flat, limits, width) - kl_penalty(flat, self.config, self.learners)
+        specific = flat.specific - kl_penalty(flat, self.config, self.learners)
         shared = propagated(flat, specific, self.config, rng)
         return {"reward": shared + specific, "reward_shared": shared, "reward_specific": specific}
 
@@ -135,6 +134,7 @@ class LLMAlgorithm(CheckpointedAlgorithm):
             self._staleness = max(self._staleness, self._updates - oldest)
         self.metrics.aggregate([part.logged for part in parts], key=ENV_RUNNER_RESULTS)
         trees = {tree.root: tree for part in parts for tree in part.trees}
+        charge_overlong(trees.values(), self.config)
         self._tokens_generated += sum(g.num_tokens for tree in trees.values() for g in tree.generations)
         return [trees[root] for root in roots]
 

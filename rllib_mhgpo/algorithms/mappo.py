@@ -23,6 +23,7 @@ from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.llm_algorithm import Credit, LLMAlgorithm
 from rllib_mhgpo.algorithms.mhgpo import by_question
 from rllib_mhgpo.algorithms.objective import PolicyLearner
+from rllib_mhgpo.algorithms.rewards import kl_rounding
 from rllib_mhgpo.credit import explained_variance, gae, gae_over_turns, group_advantages, whiten
 from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.llms import architecture, context_length
@@ -117,7 +118,7 @@ class MAPPO(LLMAlgorithm):
         else:
             advantages, returns = self._over_turns(flat, credit, values)
         group = by_question(flat)
-        groups = group_advantages(credit["reward"], group)
+        groups = group_advantages(credit["reward"], group, rounding=kl_rounding(flat, self.config))
         counted = self.counted(flat)
         whitened = whiten(advantages, np.where(counted, flat.agent, -1))
         return {

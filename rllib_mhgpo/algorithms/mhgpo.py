@@ -18,6 +18,7 @@ from pydantic import Field
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.llm_algorithm import Credit, LLMAlgorithm
 from rllib_mhgpo.algorithms.registration import import_named
+from rllib_mhgpo.algorithms.rewards import kl_rounding
 from rllib_mhgpo.credit import group_advantages, regroup_singletons
 from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.tree import FlatTrees, RolloutTree, flatten
@@ -130,6 +131,7 @@ class MHGPO(LLMAlgorithm):
             self.config.advantage_norm,
             self.config.advantage_ddof,
             self.config.std_floor,
+            kl_rounding(flat, self.config)[trained],
         )
         for name, values in (("advantage", advantages.values), ("zero_std", advantages.zero_std)):
             credit[name] = np.zeros(len(group), dtype=values.dtype)
