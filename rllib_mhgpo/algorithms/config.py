@@ -130,7 +130,7 @@ class LLMConfig(AlgorithmConfig):
     loss_aggregation: Annotated[
         Literal["agent_mean", "sequence_mean", "token_mean", "fixed_length"], Field(description="what a token weighs")
     ] = "agent_mean"
-    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Field(description="of the KL to the reference")] = "k3"
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Field(description="of the KL in the loss (not k1)")] = "k3"
     kl_in_reward: Annotated[bool, Field(description="take the KL off the reward instead of adding it to the loss")] = (
         False
     )
