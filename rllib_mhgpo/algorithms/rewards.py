@@ -14,7 +14,9 @@ from rllib_mhgpo.tree import FlatTrees, RolloutTree
 
 Floats = NDArray[np.float64]
 LOGPROB_ROUNDING = {"float32": 1e-5, "bfloat16": 0.05}
-"""By dtype: how far rounding may move the log-probability of a token less that of the reference."""
+"""By dtype: how far rounding may move the log-probability of a token less that of the reference.
+
+Twice (bfloat16) and five times the largest difference between two layouts that was measured on small models."""
 
 
 def propagated(flat: FlatTrees, specific: Floats, config: LLMConfig, rng: np.random.Generator) -> Floats:
@@ -31,7 +33,7 @@ def propagated(flat: FlatTrees, specific: Floats, config: LLMConfig, rng: np.ran
 def kl_penalty(flat: FlatTrees, config: LLMConfig, learners: LearnerPool) -> Floats:
     """``kl_beta`` times the summed k1 estimate of each response, (N,), where the KL is part of the reward.
 
-    0 for opponents' responses, which are not the policy's; exactly 0 while the policy is the reference.
+    0 for opponents' responses, which are not the policy's, and while the policy is the reference.
     """
     penalty = np.zeros(len(flat.generations))
     if not config.kl_in_reward:
@@ -48,9 +50,8 @@ def kl_penalty(flat: FlatTrees, config: LLMConfig, learners: LearnerPool) -> Flo
 def kl_rounding(flat: FlatTrees, config: LLMConfig) -> Floats:
     """How far rounding may move each reward that holds a KL, (N,): rewards that are no further apart are equal.
 
-    Tokens err independently, so the error of a sum grows with the root of its tokens. Rewards that differ by their KLs
-    alone stay apart where the KLs are known to differ, and no layout, kernel or number of learners decides whether a
-    group has spread.
+    Tokens err independently, so the error of a sum grows with the root of its tokens. A group whose KLs truly differ
+    learns from them; where they differ by less, the layout or the number of learners would decide what is learned.
     """
     if not config.kl_in_reward:
         return np.zeros(len(flat.generations))
