@@ -51,6 +51,23 @@ def has_passages(record: Any) -> bool:
     return any(key in record or (isinstance(inner, dict) and key in inner) for key in _PASSAGES)
 
 
+def check_case(place: str, record: Record, known: Sequence[str]) -> None:
+    """Refuses a key that differs from a known one in letter case alone, which would be ignored in silence.
+
+    Raises:
+        DataError: naming both.
+    """
+    for key in record:
+        if key not in known and key.lower() in known and key.lower() not in record:
+            found = keys_of(record)
+            raise DataError(f"{place}: expected key {key.lower()!r}, found {key!r} (keys found: {found}). Rename it.")
+
+
+def keys_of(record: Record) -> str:
+    """The record's first keys, for a message."""
+    return ", ".join(map(repr, list(record)[:8])) + (", …" if len(record) > 8 else "") or "none"
+
+
 def described(value: Any) -> str:
     """Type and value, cut to a length that fits a message."""
     shown = ascii(value) if len(ascii(value)) <= 60 else ascii(value)[:57] + "..."
@@ -59,9 +76,7 @@ def described(value: Any) -> str:
 
 def _check_keys(place: str, record: Record, require_context: bool) -> None:
     found = ", ".join(map(repr, record)) or "none"
-    for key in record:
-        if key not in _KEYS and key.lower() in _KEYS and key.lower() not in record:
-            raise DataError(f"{place}: expected key {key.lower()!r}, found {key!r} (keys found: {found}). Rename it.")
+    check_case(place, record, _KEYS)
     wanted: list[tuple[str, Sequence[str], str]] = [
         ("question", ("question",), " Use a file of questions."),
         ("answer", _GOLDS, " Use a file with answers."),
