@@ -28,6 +28,7 @@ RECIPE = ("pooling", "cosine", "query_prefix", "passage_prefix", "max_tokens", "
 _SERVED = ("http://", "https://")
 #: What their values are; the others are checked where they are used.
 _VALUES: dict[str, tuple[str, type]] = {
+    "pooling": ("a text", str),
     "cosine": ("true or false", bool),
     "query_prefix": ("a text", str),
     "passage_prefix": ("a text", str),
