@@ -48,6 +48,7 @@ PAGES = Corpus.from_passages([("A", "red a"), ("B", "blue b")])
         ({"encoder": "x", "batch_size": 0}, "batch_size: expected a whole number of at least 1, found 0"),
         ({"encoder": "x", "max_tokens": True}, "max_tokens: expected a whole number"),
         ({"encoder": "x", "cosine": "yes"}, "cosine: expected true or false, found 'yes'"),
+        ({"encoder": "x", "pooling": ["mean"]}, "pooling: expected a text, found"),
         ({"encoder": "x", "query_prefix": 3}, "query_prefix: expected a text, found 3"),
         ({"encoder": "x", "gpu": "no"}, "gpu: expected true, false or half, found 'no'"),
         ("http://localhost:abc/retrieve", r"expected an address such as http://HOST:PORT/retrieve"),
@@ -221,6 +222,17 @@ def test_without_gpus_they_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     build_index(write_corpus(tmp_path / "c.jsonl", 20), tmp_path / "ix", HashEncoder())
     with pytest.raises(ConfigError, match=r"gpu: expected a GPU .*found none"):
         open_retriever(tmp_path / "ix", encoder=HashEncoder(), gpu=True)
+
+
+def test_rows_that_the_lists_visited_do_not_hold_are_none() -> None:
+    """FAISS fills up with -1 where an index visits fewer vectors than it is asked for."""
+    vectors = np.eye(4, dtype=np.float32).repeat(100, axis=0)
+    index = ann.train_and_fill("IVF4,Flat", 4, len(vectors), lambda: iter([vectors]), 0)
+    queries = np.eye(4, dtype=np.float32)
+    proposed = index.search(queries, 400)[1]
+    assert (proposed == -1).any(axis=1).all()
+    for found, rows in zip(ann.FaissIndex(index).search(queries, 400, False), proposed, strict=True):
+        assert sorted(found.tolist()) == sorted(rows[rows >= 0].tolist()) != []
 
 
 def test_what_faiss_refuses_while_searching() -> None:
