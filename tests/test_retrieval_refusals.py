@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rllib_mhgpo.errors import ConfigError, RetrievalError
 from rllib_mhgpo.retrieval import approximate as ann
 from rllib_mhgpo.retrieval import build_retriever, open_retriever, save_retriever
 from rllib_mhgpo.retrieval.build import peek_retriever
-from rllib_mhgpo.retrieval.building import _mapped, build_index
+from rllib_mhgpo.retrieval.building import _mapped, build_index, encode_here
 from rllib_mhgpo.retrieval.hf_encoder import HFEncoder
 from rllib_mhgpo.retrieval.http import HttpRetriever
 from rllib_mhgpo.retrieval.plan import estimate
@@ -43,6 +43,7 @@ PAGES = Corpus.from_passages([("A", "red a"), ("B", "blue b")])
         ({"hybrid": None}, "hybrid: expected a list of retrievers, found None"),
         ({"hybrid": "tfidf"}, "hybrid: expected a list of retrievers, found 'tfidf'"),
         ({"hybrid": ["tfidf", {"encoder": "bm25", "foo": 1}]}, "unknown key 'foo'"),
+        ({1: "bm25"}, "unknown key 1"),
         ({"encoder": 5}, "encoder: expected a name, a folder or an address, found 5"),
         ({"cache_size": True}, "cache_size: expected a number"),
         ({"encoder": "x", "batch_size": 0}, "batch_size: expected a whole number of at least 1, found 0"),
@@ -125,6 +126,30 @@ def test_two_builds_of_one_folder(tmp_path: Path) -> None:
     assert build_index(source, tmp_path / "ix", HashEncoder())["passages"] == 20  # the lock went with its build
 
 
+def test_vectors_that_are_gone_are_made_again(tmp_path: Path) -> None:
+    """Not taken for those of places that were filled."""
+    source = write_corpus(tmp_path / "c.jsonl", 600)
+    build_index(source, tmp_path / "once", HashEncoder())
+
+    def stops(folder: Path, encoder: Any, places: Sequence[int]) -> Iterator[Any]:
+        yield next(encode_here(folder, encoder, places))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_index(source, tmp_path / "twice", HashEncoder(), encode=stops)
+    (tmp_path / "twice" / "vectors.f32").unlink()
+    build_index(source, tmp_path / "twice", HashEncoder())
+    for name in ("index.faiss", "meta.json"):
+        assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / "once" / name).read_bytes()
+
+
+def test_a_build_whose_plan_was_changed(tmp_path: Path) -> None:
+    (tmp_path / "ix").mkdir()
+    (tmp_path / "ix" / "building.json").write_text("[1]", encoding="utf-8")
+    with pytest.raises(RetrievalError, match=r"building\.json: was changed: \[1\]\. Remove the folder"):
+        build_index(write_corpus(tmp_path / "c.jsonl", 5), tmp_path / "ix", HashEncoder())
+
+
 @pytest.mark.parametrize("fault", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int) -> None:
     """A file stands for the lock there; it outlives a build that was killed, which is said."""
@@ -159,8 +184,9 @@ def test_what_goes_wrong_in_a_build_is_not_taken_for_another_build(tmp_path: Pat
 @pytest.mark.parametrize(
     "change",
     [
-        {"files": None}, {"files": 3}, {"files": {"x": 3}}, {"factory": 3}, {"encoder_fingerprint": None},
-        {"corpus_fingerprint": 5}, {"passages": "x"}, {"index": "../x"}, {"encoder": None},
+        {"files": None}, {"files": 3}, {"files": {"x": 3}}, {"files": {"x": ["3", 3]}}, {"factory": 3},
+        {"encoder": None}, {"encoder_fingerprint": None}, {"corpus_fingerprint": 5}, {"passages": "x"},
+        {"index": "../x"},
     ],
 )  # fmt: skip
 def test_a_description_that_was_changed(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -260,9 +286,12 @@ def raw(answer: bytes) -> Iterator[str]:
                     caller, _ = server.accept()
                 except OSError:
                     return
-                with caller:
+                with caller, suppress(OSError):
                     caller.recv(1 << 16)
                     caller.sendall(answer)
+                    caller.shutdown(socket.SHUT_WR)
+                    while caller.recv(1 << 16):  # closed with a part unread, the answer would be lost
+                        pass
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()

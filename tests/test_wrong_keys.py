@@ -1,14 +1,16 @@
-"""Files of passages and predictions with other keys than those that are read: refused by name, never read as junk."""
+"""Files whose keys, columns or values are not those that are read: refused by name, never read as something else."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
-from rllib_mhgpo.data import load_corpus, load_predictions, peek_corpus
+from rllib_mhgpo.data import load_corpus, load_predictions, load_questions, peek_corpus
 from rllib_mhgpo.errors import DataError
 
+PARAGRAPH = {"idx": 0, "title": "A", "paragraph_text": "a", "is_supporting": True}
 FILM = {"Title": "Red Sand", "Text": "Red Sand is a film."}
 
 
@@ -27,6 +29,7 @@ def write(path: Path, *values: Any, lines: bool = True) -> Path:
         ({"title": "Red Sand", "body": "A film."}, r"found keys 'title', 'body'\."),
         ({"id": "1", "content": "A film."}, r"found keys 'id', 'content'\. Did you mean 'contents'\?"),
         ({"Contents": "Red Sand\nA film."}, r"found keys 'Contents'\. Did you mean 'contents'\?"),
+        ({"wikipedia_title": "A", "Wikipedia_Id": "7", "text": ["a"]}, "key 'wikipedia_id', found 'Wikipedia_Id'"),
         ({"ID": "7", "title": "Red Sand", "text": "A film."}, r"expected key 'id', found 'ID' .*Rename it"),
     ],
 )
@@ -60,6 +63,44 @@ def test_a_quote_that_stays_open_does_not_swallow_a_column(tmp_path: Path, row: 
         load_corpus(tmp_path / "c")
 
 
+def test_a_missing_column_is_not_made_of_a_tab_in_quotes(tmp_path: Path) -> None:
+    (tmp_path / "c").write_text('id\ttext\ttitle\n1\t"a\tb"\n', encoding="utf-8")
+    with pytest.raises(DataError, match="line 2: expected 3 columns"):
+        load_corpus(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"answerable": "false"}, "'answerable': expected true or false, found str 'false'"),
+        ({"paragraphs": [{**PARAGRAPH, "is_supporting": 1}]}, "'is_supporting': expected true or false, found int 1"),
+        ({"paragraphs": [{"title": "A", "paragraph_text": "a", "Is_supporting": True}]}, "found 'Is_supporting'"),
+        ({"paragraphs": [{**PARAGRAPH, "idx": False}]}, "a whole number under 'idx', each once, found bool False"),
+        ({"question_decomposition": {}}, "key 'question_decomposition': expected a list"),
+        ({"question_decomposition": [3]}, "under 'paragraph_support_idx', found int 3"),
+        ({"question_decomposition": [{"paragraph_support_idx": "0"}]}, "a whole number or null under"),
+        ({"question_decomposition": [{"paragraph_support_idx": True}]}, "a whole number or null under"),
+    ],
+)
+def test_what_supports_an_answer_is_not_guessed(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    record = {"id": "a", "question": "?", "answer": "x", "paragraphs": [PARAGRAPH]}
+    nulls = {"answerable": None, "question_decomposition": [{"paragraph_support_idx": None}]}
+    for known in (record, {**record, **nulls}, {**record, "question_decomposition": None}):
+        assert load_questions(write(tmp_path / "q", known))[0].evidence == (0,)
+    with pytest.raises(DataError, match=rf"q: record 1 \(line 1\): .*{message}"):
+        load_questions(write(tmp_path / "q", {**record, **changes}))
+
+
+def test_nulls_are_no_texts(tmp_path: Path) -> None:
+    for column in ("title", "text"):
+        row = {"title": ["A", "B"], "text": ["a", "b"], column: ["A", None]}
+        table = pa.table(row, schema=pa.schema({"title": pa.string(), "text": pa.string()}))
+        with pa.OSFile(str(tmp_path / "c"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        with pytest.raises(DataError, match=f"expected a text in every row, found null under '{column}'"):
+            load_corpus(tmp_path / "c")
+
+
 GOLD = {"id": "q1", "answer": "Paris", "supporting_facts": [["A", 0]]}
 
 
@@ -74,6 +115,7 @@ GOLD = {"id": "q1", "answer": "Paris", "supporting_facts": [["A", 0]]}
         ({"id": "q1", "answer": "Paris", "SP": [["A", 0]]}, "expected key 'sp', found 'SP'"),
         ({"id": "q1", "answer": "Paris", "Supporting_facts": []}, "expected key 'supporting_facts', found 'Supp"),
         (GOLD, "an 'answer' beside 'supporting_facts', as files of questions"),
+        ({"id": "\ud83d", "answer": "Paris"}, "an id of valid Unicode, found half a character"),
         ({"id": " ", "answer": "Paris"}, "expected the id as a string .*found str ' '"),
     ],
 )

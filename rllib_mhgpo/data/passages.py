@@ -13,6 +13,7 @@ told by the content of the file, and a line that cannot be a passage is named.
 import csv
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,13 +117,11 @@ def _titled(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[Found]:
 def _cells(line: str, count: int) -> list[str] | None:
     """The line's cells, None where they are not ``count``: a cell in whole quotes is unquoted, a stray quote stays."""
     cells = line.split("\t")
-    if len(cells) != count:
-        try:
-            cells = next(csv.reader([line], delimiter="\t", strict=True), [])  # a tab inside quotes
-        except csv.Error:
-            return None
-        return cells if len(cells) == count else None
-    return [_unquoted(cell) for cell in cells]
+    with suppress(csv.Error):  # a stray quote
+        quoted = next(csv.reader([line], delimiter="\t", strict=True), [])
+        if len(quoted) < len(cells):  # a tab inside quotes
+            return quoted if len(quoted) == count else None
+    return [_unquoted(cell) for cell in cells] if len(cells) == count else None
 
 
 def _unquoted(cell: str) -> str:
@@ -208,6 +207,8 @@ def _of_record(place: str, record: Any) -> Iterator[Found]:
 
 def _of_page(place: str, record: Any) -> Iterator[Found]:
     """A page of KILT: the title again, then headings, then paragraphs; headings are no passages."""
+    if isinstance(record, dict):
+        check_case(place, record, _KEYS)
     match record:
         case {"wikipedia_title": str(title), "text": [*paragraphs]} if all(isinstance(p, str) for p in paragraphs):
             id_ = _source_id(place, {"id": record.get("wikipedia_id", record.get("_id", ""))})

@@ -10,6 +10,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from rllib_mhgpo.data.corpus import is_unicode
 from rllib_mhgpo.data.layouts import check_case, described, keys_of
 from rllib_mhgpo.data.records import is_array, iterate_records
 from rllib_mhgpo.errors import DataError, did_you_mean
@@ -51,6 +52,8 @@ def load_predictions(path: str | Path) -> Predictions:
     for place, id_, answer, sp, numbers in _rows(path):
         if id_ in answers:
             raise DataError(f"{place}: a second prediction for {id_!r}; expected one a question. Remove one.")
+        if not is_unicode(id_):
+            raise DataError(f"{place}: expected an id of valid Unicode, found half a character: {id_!a}. Mend it.")
         if answer is not None:
             answers[id_] = _text(place, id_, answer)
         if sp is not None:

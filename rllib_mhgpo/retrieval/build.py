@@ -150,7 +150,7 @@ def _options(spec: Spec) -> dict[str, Any]:
     for key in options:
         if key not in _KEYS:
             known = ", ".join(_KEYS)
-            raise ConfigError(f"retriever: unknown key {key!r}; expected {known}.{did_you_mean(key, _KEYS)}")
+            raise ConfigError(f"retriever: unknown key {key!r}; expected {known}.{did_you_mean(str(key), _KEYS)}")
         wanted, kind = _VALUES.get(key, ("", object))
         value = options[key]
         if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or options[key] < 1)):
