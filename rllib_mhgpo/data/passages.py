@@ -117,17 +117,18 @@ def _titled(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[Found]:
 def _cells(line: str, count: int) -> list[str] | None:
     """The line's cells, None where they are not ``count``: a cell in whole quotes is unquoted, a stray quote stays."""
     cells = line.split("\t")
-    with suppress(csv.Error):  # a stray quote
-        quoted = next(csv.reader([line], delimiter="\t", strict=True), [])
-        if len(quoted) < len(cells):  # a tab inside quotes
-            return quoted if len(quoted) == count else None
-    return [_unquoted(cell) for cell in cells] if len(cells) == count else None
+    if any(cell[:1] == '"' and not _is_quoted(cell) for cell in cells):
+        with suppress(csv.Error):  # a stray quote
+            quoted = next(csv.reader([line], delimiter="\t", strict=True), [])
+            if len(quoted) < len(cells):  # a tab inside quotes
+                return quoted if len(quoted) == count else None
+    if len(cells) != count:
+        return None
+    return [cell[1:-1].replace('""', '"') if _is_quoted(cell) else cell for cell in cells]
 
 
-def _unquoted(cell: str) -> str:
-    if len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in cell[1:-1].replace('""', ""):
-        return cell[1:-1].replace('""', '"')
-    return cell
+def _is_quoted(cell: str) -> bool:
+    return len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in cell[1:-1].replace('""', "")
 
 
 def _uneven(path: Path, number: int, count: int, line: str) -> DataError:
