@@ -12,6 +12,7 @@ from rllib_mhgpo.algorithms.grpo import GRPOConfig
 from rllib_mhgpo.algorithms.keys import annotations, describe
 from rllib_mhgpo.algorithms.mappo import MAPPOConfig
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
+from rllib_mhgpo.cli.stops import COLUMNS
 from rllib_mhgpo.credit import group_advantages, propagate
 from rllib_mhgpo.records import SCHEMA
 from rllib_mhgpo.sampling import Visit
@@ -40,6 +41,7 @@ def test_every_column_is_documented(make: Any, config_class: Any) -> None:
     assert {"dev/f1", "rewriter/queries", "policies/one/grad_norm", "time/total_s", "staleness"} <= own
     missing = {path for path in own if not re.search(rf"`[^`\n]*\b{path.split('/')[-1]}`", page)}
     assert missing == set()
+    assert {path for path in numbers_by_path(row) if "/" not in path} - {"pid"} <= set(COLUMNS)
 
 
 def chain_edges(*parents: int) -> np.ndarray:

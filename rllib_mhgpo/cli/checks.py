@@ -30,12 +30,20 @@ def check(name: str, experiment: Experiment) -> type:
     algorithm = run if isinstance(run, type) else resolve_algorithm(run)
     refuse_hidden_grids(experiment["config"], f"{name}: config")
     check_search(experiment, name)
+    from rllib_mhgpo.cli.stops import check_stop
+
     try:
+        check_stop(experiment, is_own(algorithm))
         for config in variants(experiment["config"]):
             check_config(algorithm, config)
     except MHGPOError as error:
         raise type(error)(f"{name}: {error}") from None
     return algorithm
+
+
+def is_own(algorithm: type) -> bool:
+    """True for the algorithms of this package."""
+    return algorithm.__module__.startswith("rllib_mhgpo.")
 
 
 def variants(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -56,8 +56,8 @@ def plan(
     ] = None,
 ) -> None:
     """Show memory by process, what travels, and what Ray is asked for; say what does not fit."""
-    from rllib_mhgpo.cli.checks import check, variants
-    from rllib_mhgpo.cli.launch import is_own, prepare
+    from rllib_mhgpo.cli.checks import check, is_own, variants
+    from rllib_mhgpo.cli.launch import prepare
 
     prepare(0)
     console = Console()
@@ -75,8 +75,7 @@ def plan(
 
 def show_plan(name: str, algorithm: Any, config: Mapping[str, Any]) -> None:
     """Prints what an experiment needs on stderr, that of the first combination where there are several."""
-    from rllib_mhgpo.cli.checks import variants
-    from rllib_mhgpo.cli.launch import is_own
+    from rllib_mhgpo.cli.checks import is_own, variants
 
     console = Console(stderr=True)
     if not is_own(algorithm):
