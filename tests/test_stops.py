@@ -23,7 +23,7 @@ OWN = {"training_iteration": 1, "solver": {"reward": 0.5}, "dev": {"acc": float(
 
 
 def told(stop: list[str], row: dict[str, Any], is_own: bool, earlier: list[str]) -> None:
-    trial = Trial(dict.fromkeys(stop, 1.0), dict.fromkeys(earlier, {}))
+    trial = Trial(dict.fromkeys(stop, 1.0), {key: {} for key in earlier})
     Stops(is_own).on_trial_result(1, [], trial, row)
 
 
