@@ -39,6 +39,10 @@ class Browser:
         WebDriverWait(self.driver, 60).until(lambda _: len(self.all(selector)) == count)
         return self.all(selector)
 
+    def wait_for(self, selector: str, text: str) -> None:
+        """Waits until the only element that is there has this text."""
+        WebDriverWait(self.driver, 60).until(lambda _: self.texts(selector) == [text])
+
     def choose(self, select: str, option: str) -> None:
         (found,) = (each for each in self.all(f"{select} option") if each.text.startswith(option))
         found.click()
