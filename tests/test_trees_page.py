@@ -1,6 +1,7 @@
 """``rllib trees``: one page, without network, in which everything is text."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,17 @@ def test_a_page_of_what_was_asked_for(tmp_path: Path, arguments: list[str], show
     assert command(save(tmp_path, trees), "--out", out, *arguments) == (0, f"{out}: {shown} trees\n")
 
 
+def test_the_last_run_of_a_folder_is_shown_and_named(tmp_path: Path) -> None:
+    """As ``rllib evaluate`` takes the last checkpoint; last is what was written last, whatever its name."""
+    trial = save(tmp_path, [chain(1, 0, 0.0), chain(2, 0, 0.0)])
+    other = save(tmp_path / "later", [chain(3, 0, 0.0)]).rename(trial.with_name("MHGPO_a"))
+    os.utime(trial / "records" / "dev-000000.parquet", (0, 1))
+    os.utime(other / "records" / "dev-000000.parquet", (0, 2))
+    out = tmp_path / "t.html"
+    code, said = command(tmp_path / "experiment", "--out", out)
+    assert (code, said) == (0, f"the last run: {other}\n{out}: 1 trees\n")
+
+
 def test_what_cannot_be_shown_is_said(tmp_path: Path) -> None:
     out = tmp_path / "t.html"
 
@@ -213,10 +225,6 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path) -> None:
     trial = save(tmp_path, [chain(1, 0, 0.0)])
     assert "no records of a question 'zzz'" in said(trial, "--question", "zzz")
     assert "of iterations [8], found those of [0]" in said(trial, "--iteration", "8")
-    other = trial.with_name("MHGPO_search_1") / "records"
-    other.mkdir(parents=True)
-    (other / "dev-000000.parquet").write_bytes((trial / "records" / "dev-000000.parquet").read_bytes())
-    assert "expected one trial, found 2" in said(tmp_path / "experiment")
     (trial / "result.json").write_text("{}\n")
     (trial / "records" / "dev-000000.parquet").unlink()
     assert "kept no records" in said(trial)
