@@ -133,6 +133,10 @@ def test_dry_run_shows_what_is_set_beside_the_algorithms_own_defaults(cartpole: 
     assert (shown["run"], shown["config"]["lr"], shown["config"]["num_epochs"]) == ("PPO", 1e-5, 30)
     own = dry_run("--algo", "MHGPO", "--env", "search", "--config", '{"group_size": 8}')["MHGPO_search"]
     assert (own["config"]["group_size"], own["config"]["env"], own["config"]["clip_low"]) == (8, "search", 0.2)
+    # a colon cannot stand in a folder's name everywhere
+    assert list(dry_run("--algo", "PPO", "--env", "gymnasium.envs.classic_control:CartPoleEnv")) == [
+        "PPO_gymnasium.envs.classic_control-CartPoleEnv"
+    ]
 
 
 def test_python_files_give_config_and_stop(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,7 +141,7 @@ def run(
     if algo is None:
         raise ConfigError("train: expected --algo NAME, or `rllib train file FILE`; see rllib train --help.")
     spec = {"run": algo, "config": read_json(config, "--config"), "num_samples": num_samples}
-    name = "_".join([algo, chosen["env"]] if chosen["env"] else [algo]).replace("/", "-")
+    name = re.sub(r'[/<>:"\\|?*]', "-", "_".join([algo, chosen["env"]] if chosen["env"] else [algo]))  # a folder's
     start({name: normalise(spec, "command line")}, chosen)
 
 
