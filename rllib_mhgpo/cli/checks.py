@@ -68,6 +68,15 @@ def peek(name: str, algorithm: Any, experiment: Experiment) -> None:
             raise type(error)(f"{name}: {error}") from None
 
 
+def unread(algorithm: Any, experiment: Experiment) -> str:
+    """Says which words of a first question a small policy has no token for; empty where all is well or not known."""
+    if not is_own(algorithm):
+        return ""
+    from rllib_mhgpo.cli.env_checks import unread_at_first
+
+    return unread_at_first(algorithm.get_default_config().update_from_dict(next(variants(experiment["config"]))))
+
+
 def refuse_hidden_grids(value: Any, place: str) -> None:
     """Raises a ConfigError for a search inside an object: Tune looks into dicts and lists only."""
     if isinstance(value, Mapping):

@@ -192,7 +192,7 @@ def start(experiments: dict[str, Experiment], chosen: Mapping[str, Any]) -> None
     )
     check_loggers(options.loggers)
     prepare(options.verbosity)
-    from rllib_mhgpo.cli.checks import check, peek, resolved
+    from rllib_mhgpo.cli.checks import check, peek, resolved, unread
     from rllib_mhgpo.cli.plan import show_plan
 
     algorithms = {name: check(name, experiment) for name, experiment in experiments.items()}
@@ -203,6 +203,9 @@ def start(experiments: dict[str, Experiment], chosen: Mapping[str, Any]) -> None
             peek(name, algorithms[name], experiment)
             show_plan(name, algorithms[name], experiment["config"])
         return
+    for name, experiment in experiments.items():
+        if said := unread(algorithms[name], experiment):
+            typer.echo(f"warning: {name}: {said}.", err=True)
     raise typer.Exit(launch(experiments, algorithms, options, Console()))
 
 
