@@ -48,10 +48,19 @@ def is_own(algorithm: type) -> bool:
 
 def variants(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the config of each combination of ``grid_search`` values, at any depth; other spaces are drawn from."""
+    return (each for _, each in named_variants(config))
+
+
+def named_variants(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields :func:`variants`, each with the values that tell it from the others in words."""
     from ray.tune.search.variant_generator import generate_variants
 
-    for _, spec in islice(generate_variants({"config": searched(dict(config))}), MOST_VARIANTS):
-        yield spec["config"]
+    for found, spec in islice(generate_variants({"config": searched(dict(config))}), MOST_VARIANTS):
+        values = {".".join(map(str, path[1:])): value for path, value in found.items()}
+        yield (
+            ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items()),
+            spec["config"],
+        )
 
 
 def peek(name: str, algorithm: Any, experiment: Experiment) -> None:
