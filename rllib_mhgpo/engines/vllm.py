@@ -200,6 +200,12 @@ class VLLMEngine(Engine):
         if self.asleep:
             self.llm.wake_up(tags=[part])
 
+    def close(self) -> None:
+        """Ends vLLM's engine, whose memory and processes the next one in this process may need."""
+        engine = self.llm.llm_engine
+        del self.llm
+        engine.engine_core.shutdown()
+
     @property
     def _in_process(self) -> bool:
         parallel = self.llm.llm_engine.vllm_config.parallel_config
