@@ -17,6 +17,7 @@ from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
 from ray.tune import PlacementGroupFactory
+from ray.util.debug import log_once
 from torch.profiler import record_function
 
 from rllib_mhgpo.alerts import new_alerts, numbers_by_path
@@ -48,6 +49,11 @@ class LLMAlgorithm(CheckpointedAlgorithm):
 
     _tokens_generated: int
     _staleness: int
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps RLlib from explaining how to leave its new API stack: these algorithms know no other."""
+        super().__init_subclass__(**kwargs)
+        log_once(f"{cls.__name__}_on_new_api_stack")
 
     # --- what a subclass gives -----------------------------------------------------------------------------------
 

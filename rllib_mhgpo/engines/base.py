@@ -64,4 +64,5 @@ class Engine(Protocol):
         return nullcontext()
 
     def close(self) -> None:
-        """Gives back what it holds beside its model; it generates no more."""
+        """Gives back what it holds beside its model, by default nothing; it generates no more."""
+        return

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.torch import TorchRLModule
+from ray.util.debug import log_once
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,6 +29,7 @@ from rllib_mhgpo.packing import Sharing
 from rllib_mhgpo.sharding import is_sharded, whole
 
 WEIGHTS = "*.safetensors"
+log_once("RLModule(config=[RLModuleConfig object])")  # RLlib makes the object that it warns of for every module, itself
 
 
 class LLMRLModule(TorchRLModule):
