@@ -67,7 +67,7 @@ class Stops(Callback):
         for key in stop:
             if key not in row and key not in (trial.metric_analysis or {}) and not self._may_follow(key, row):
                 raise ConfigError(
-                    f"stop: the first iteration reported no column {key!r}, the run would never end."
+                    f"stop: the first iteration reported no column {key!r}, which so would never end the run."
                     f"{did_you_mean(key, row)} All columns stand in result.json; start anew, without --resume."
                 )
         if stop and row.get("dev/questions") == 0 and all(key.startswith("dev/") for key in stop):
@@ -80,6 +80,5 @@ class Stops(Callback):
         late = None if self.is_own else LATE.match(key)
         if late is None:
             return False
-        return (
-            f"{late[1]}episode_return_mean" not in row if late[1] else not any(n.startswith("learners/") for n in row)
-        )
+        witness = f"{late[1]}episode_return_mean" if late[1] else late[0]
+        return not any(name.startswith(witness) for name in row)
