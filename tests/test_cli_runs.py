@@ -13,6 +13,8 @@ import pytest
 from rllib_mhgpo.cli.yaml12 import format_yaml, parse_yaml
 
 ENVIRONMENT = """
+import time
+
 import gymnasium as gym
 
 from rllib_mhgpo.errors import DataError
@@ -22,7 +24,7 @@ class Counter(gym.Env):
     observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), gym.spaces.Discrete(2)
 
     def __init__(self, config):
-        self.broken = config.get("broken", False)
+        self.broken, self.seconds = config.get("broken", False), config.get("seconds", 0)
         open(config["relative"]).close()
 
     def reset(self, *, seed=None, options=None):
@@ -31,6 +33,7 @@ class Counter(gym.Env):
 
     def step(self, action):
         self.steps += 1
+        time.sleep(self.seconds)
         if self.broken:
             raise DataError("question 7 has no answer")
         return self.observation_space.sample(), 1.0, self.steps == 10, False, {}
@@ -109,7 +112,7 @@ def test_an_interrupted_run_is_saved_and_resumed(place: Place, how: signal.Signa
         if "iteration 3/40" in line:
             run.send_signal(how)
             break
-    rest, err = run.communicate(timeout=60)
+    rest, err = run.communicate(timeout=240)
     assert run.returncode == 130, rest + err
     saved = next(line for line in rest.splitlines() if line.startswith("Interrupted: iteration "))
     checkpoint = Path(saved.rpartition(" in ")[2])
@@ -125,17 +128,19 @@ def test_an_interrupted_run_is_saved_and_resumed(place: Place, how: signal.Signa
 
 
 def test_a_killed_run_loses_no_more_than_the_iteration_at_work(place: Place) -> None:
-    run = place.start("long.yaml")
+    """Tune notes every second checkpoint at once, the others within a second, which is less than an iteration here."""
+    slow = ("long.yaml", "--set", "config.env_config.seconds=0.04", "--set", "stop.training_iteration=5")
+    run = place.start(*slow)
     assert run.stdout is not None
     for line in run.stdout:
-        if "iteration 5/40" in line:
+        if "iteration 4/5" in line:
             run.kill()
             break
-    run.communicate(timeout=60)
-    run = place.start("long.yaml", "--resume")
+    run.communicate(timeout=240)
+    run = place.start(*slow, "--resume")
     out, err = run.communicate(timeout=240)
     assert run.returncode == 0, out + err
-    assert int(after_start(out)[0].split()[1].partition("/")[0]) >= 5, out
+    assert [line.split()[1] for line in after_start(out)[:-1]] == ["4/5", "5/5"], out
 
 
 def test_a_run_that_failed_while_it_was_saved_goes_on_to_its_end(place: Place) -> None:

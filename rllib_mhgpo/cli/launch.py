@@ -55,7 +55,6 @@ def prepare(verbosity: int) -> None:
     """Sets what Ray and the model libraries read from the process before they are imported."""
     os.environ.setdefault("RAY_CHDIR_TO_TRIAL_DIR", "0")  # relative paths mean what they meant on the command line
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # interrupts are handled here
-    os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "5")  # what a kill may cost of a sweep's state
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")
     if verbosity:
         return
@@ -154,13 +153,16 @@ def _tune(name: str, experiment: Experiment, algorithm: type, options: RunOption
     from rllib_mhgpo.cli.failures import own_message
     from rllib_mhgpo.cli.stops import Stops
 
+    storage = storage_of(experiment, options)
+    # a kill costs the iteration at work, and what ended less than these seconds before
+    os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "10" if "://" in (storage or "") else "1")
     try:
         analysis = tune.run(
             algorithm,
             name=name,
             config=config_for(algorithm, experiment),
             stop=experiment["stop"],
-            storage_path=storage_of(experiment, options),
+            storage_path=storage,
             checkpoint_config=tune.CheckpointConfig(**checkpoints_of(experiment, algorithm)),
             scheduler=make_scheduler(experiment.get("scheduler")),
             search_alg=make_search_alg(experiment.get("search_alg")),
