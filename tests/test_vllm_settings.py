@@ -34,7 +34,7 @@ GPU = {"engine": "vllm", "num_env_runners": 1, "num_gpus_per_env_runner": 0.4}
         ({"engine": "vllm", "engine_config": {"gpu_memory_utilization": 40}}, "above 0 and at most 1, found 40"),
         ({"engine": "vllm", "engine_config": {"max_model_len": "4k"}}, "max_model_len: expected a whole"),
         ({"engine_config": {"max_batch_token": 9}}, "Did you mean 'max_batch_tokens'"),
-        ({"engine": "vllm", "opponents": {"answerer": "past"}}, "opponents: past needs the engine hf"),
+        ({**GPU, "weight_sync": "ipc", "opponents": {"answerer": "past"}}, r"past is made of weights in Ray's store"),
         ({"engine": "vllm", "engine_config": {"enable_sleep_mode": True}}, "num_gpus_per_env_runner above 0"),
         ({"weight_sync": "nccl"}, "weight_sync: nccl needs engine: vllm"),
         ({**GPU, "weight_sync": "nccl"}, "nccl cannot talk between two processes on one GPU"),

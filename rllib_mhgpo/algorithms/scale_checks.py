@@ -131,10 +131,10 @@ def check_engine_place(config: "LLMConfig") -> None:
             "config: attn_implementation: flex_attention has kernels for the rows of an update on GPUs alone; set "
             "num_gpus_per_learner and engine: vllm, or leave it out."
         )
-    if config.engine == "vllm" and "past" in config.opponents.values():
+    if config.weight_sync != "store" and "past" in config.opponents.values():
         raise ConfigError(
-            "config: opponents: past needs the engine hf, which holds an earlier policy beside the present one; a "
-            "checkpoint or model folder plays with vllm too."
+            f"config: opponents: past is made of weights in Ray's store, found weight_sync: {config.weight_sync}; use "
+            "store, or let a checkpoint or model folder play."
         )
     if len(config.policies) > 1 and config.weight_sync != "store":
         raise ConfigError(
