@@ -201,8 +201,9 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
 
     def sleep(self) -> None:
         """Gives the GPU's memory to a learner that shares it, until the next weights."""
-        if isinstance(self.engine, VLLMEngine):
-            self.engine.sleep()
+        for engine in self.engines.values():
+            if isinstance(engine, VLLMEngine):
+                engine.sleep()
 
     def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function with this runner; an error reaches the caller, where RLlib would end the process."""

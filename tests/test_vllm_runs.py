@@ -177,4 +177,4 @@ def test_what_a_learner_declares_is_what_it_sends(make: Make) -> None:
     own = dict(policy.llm.named_parameters())
     assert sent.keys() == own.keys()
     assert all(torch.equal(sent[name], own[name]) for name in own)
-    assert isinstance(RunnersClient([], 1), VLLMWeightSyncClient)
+    assert isinstance(RunnersClient([], "default_policy", 1), VLLMWeightSyncClient)

@@ -63,8 +63,10 @@ class Placement:
             room = {"kv_cache_memory_bytes": CPU_CACHE_BYTES, "block_size": CPU_BLOCK}
             return {"enforce_eager": True, **room, **whole}
         parallel = max(1, int(self.gpus))
-        several = {"tensor_parallel_size": parallel, "distributed_executor_backend": "mp"} if parallel > 1 else {}
-        return {"gpu_memory_utilization": round(0.9 * min(1.0, self.gpus), 3), **several}
+        split = {"tensor_parallel_size": parallel} if parallel > 1 else {}
+        # on GPUs vLLM's scratch memory, and the memory that can sleep, belong to a process and serve one engine in it
+        apart = {"distributed_executor_backend": "mp"} if split or self.engines > 1 else {}
+        return {"gpu_memory_utilization": round(0.9 * min(1.0, self.gpus), 3), **split, **apart}
 
 
 @dataclass
