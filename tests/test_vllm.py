@@ -356,12 +356,16 @@ def test_a_share_of_gpus_becomes_what_vllm_is_told(gpus: float, expected: dict[s
     assert Placement(gpus).settings(4096) == expected
 
 
-def test_engines_of_one_process_share_what_is_given() -> None:
-    """Two on a CPU have half of 1 GiB each, three on a GPU a third of the share that engine_config gives them all."""
+def test_engines_of_one_runner_share_what_is_given() -> None:
+    """Two on a CPU have half of 1 GiB each, three on a GPU a third of the share that engine_config gives them all.
+
+    There each has processes of its own.
+    """
     assert Placement(engines=2).settings(4096)["kv_cache_memory_bytes"] == 1 << 29
     given = {"gpu_memory_utilization": 0.6, "kv_cache_memory_bytes": 3_000_001}
     told = Placement(1.0, engines=3).settings(4096, given)
-    assert told == {"gpu_memory_utilization": pytest.approx(0.2), "kv_cache_memory_bytes": 1_000_000}
+    shares = {"gpu_memory_utilization": pytest.approx(0.2), "kv_cache_memory_bytes": 1_000_000}
+    assert told == {**shares, "distributed_executor_backend": "mp"}
 
 
 def test_a_misspelt_argument_is_named(start: Start, tied: Path) -> None:

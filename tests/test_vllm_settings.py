@@ -32,6 +32,10 @@ SLEEP = {"enable_sleep_mode": True}
         ({"engine": "vllm", "engine_config": {"repetition_penalty": 1.1}}, r"engine_config\.repetition_penalty: sampl"),
         ({"engine_config": {"min_p": 0.1}}, r"engine_config\.min_p: samples"),
         ({"engine": "vllm", "engine_config": {"override_generation_config": {"top_k": 5}}}, "override_generation"),
+        (
+            {"engine": "vllm", "engine_config": {"watermark_config": {"seed": 1}}},
+            r"watermark_config: samples would not",
+        ),
         ({"engine": "vllm", "engine_config": {"seed": 1}}, r"engine_config\.seed: follows from the key 'seed'"),
         ({"engine": "vllm", "engine_config": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode: is not to be changed"),
         ({"engine": "vllm", "engine_config": {"gpu_memory_utilization": 40}}, "above 0 and at most 1, found 40"),
@@ -74,6 +78,14 @@ def test_settings_of_gpus_pass() -> None:
     apart = {**GPU, "weight_sync": "nccl", "num_learners": 1, "num_gpus_per_learner": 1, "num_gpus_per_env_runner": 2}
     for policies in ([], ["a", "b"]):
         assert not any(MHGPOConfig.check({**way, "policies": policies}).shares_module for way in (shared, apart))
+
+
+@pytest.mark.parametrize("learners", [0, 1])
+def test_an_engine_in_the_main_process_is_given_its_gpus(learners: int) -> None:
+    asked = {**GPU, "num_env_runners": 0, "num_learners": learners}
+    bundles = [bundle.get("GPU", 0) for bundle in MHGPO.default_resource_request(asked).bundles]
+    assert bundles == ([0.4, 0.6] if learners else [1.0])
+    assert MHGPO.default_resource_request({**asked, "engine": "hf"}).required_resources["GPU"] == 0.6
 
 
 def test_a_given_response_is_scored_as_a_plain_forward_pass_scores_it() -> None:

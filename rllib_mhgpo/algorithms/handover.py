@@ -209,6 +209,8 @@ def _on_engine(policy: str, method: str, *call: Any) -> Any:
     *arguments, runner = call
     assert isinstance(runner, LLMEnvRunner)
     engine: Any = runner.engines[policy]
+    if method == "init_weight_transfer_engine":
+        engine.llm.shutdown_weight_transfer_engine()  # a group with a runner that was lost
     if method == "start_weight_update":
         engine.wake("weights")
     return getattr(engine.llm, method)(*arguments)
