@@ -17,7 +17,7 @@ from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.engines import HFEngine, Placement, Probe, Prompt, VLLMEngine
 from rllib_mhgpo.engines.probe import fixed_sequence
 from rllib_mhgpo.engines.stall import Watch
-from rllib_mhgpo.errors import EngineError, ModelError, RolloutError, SyncError
+from rllib_mhgpo.errors import ConfigError, EngineError, ModelError, RolloutError, SyncError
 from rllib_mhgpo.llms import load_model, load_tokenizer, resolve_llm
 from tests.toys import LLAMA_SHAPE, save_toy, toy_tokenizer
 
@@ -371,6 +371,13 @@ def test_engines_of_one_runner_share_what_is_given() -> None:
 def test_a_misspelt_argument_is_named(start: Start, tied: Path) -> None:
     with pytest.raises(ValueError, match=r"'max_num_seq' is no argument of vllm.LLM. Did you mean 'max_num_seqs'"):
         start(tied, settings={"max_num_seq": 4})
+
+
+def test_heads_without_a_kernel_are_refused(start: Start) -> None:
+    with pytest.raises(
+        ConfigError, match=r"llm: .*mini: vLLM's attention on CPUs takes heads of \[32, .*\], found 16; use"
+    ):
+        start(resolve_llm("mini"), eos=(1,))
 
 
 def test_two_engines_draw_different_samples_without_a_seed_of_a_request(start: Start, tied: Path) -> None:

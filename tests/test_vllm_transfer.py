@@ -14,6 +14,7 @@ from rllib_mhgpo.algorithms.handover import HandOver, RunnersClient, _ipc, _on_e
 from rllib_mhgpo.algorithms.mhgpo import MHGPO
 from rllib_mhgpo.engines import Placement, VLLMEngine
 from rllib_mhgpo.engines.stall import Watch
+from rllib_mhgpo.errors import EngineError
 from rllib_mhgpo.runner import LLMEnvRunner
 from tests.rig import row
 from tests.test_vllm import Recorder
@@ -127,6 +128,24 @@ def test_engines_of_a_runner_sleep_each_and_wake_with_their_own_weights() -> Non
     assert first.calls[3:] == ["wake kv_cache", "reset"]
     other.load_weights(iter(()))
     assert second.calls == ["sleep 2", "wake weights", "reload_weights", "wake kv_cache", "reset"]
+
+
+def test_memory_that_is_not_there_when_an_engine_wakes_is_an_engine_error() -> None:
+    def fails(tags: list[str]) -> None:
+        raise RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp")
+
+    def grows(level: int) -> None:
+        raise AssertionError("Memory usage increased after sleeping.")
+
+    engine, llm = asleep()
+    engine.sleep()
+    llm.wake_up = fails  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="vLLM failed: RuntimeError: CUDA Error: out of memory"):
+        engine.load_weights(iter(()))
+    engine, llm = asleep()
+    llm.sleep = grows  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="vLLM failed: AssertionError: Memory usage increased"):
+        engine.sleep()
 
 
 def test_a_tensor_of_any_size_fits_what_is_shared() -> None:
