@@ -375,7 +375,7 @@ def test_a_misspelt_argument_is_named(start: Start, tied: Path) -> None:
 
 def test_heads_without_a_kernel_are_refused(start: Start) -> None:
     with pytest.raises(
-        ConfigError, match=r"llm: .*mini: vLLM's attention on CPUs takes heads of \[32, .*\], found 16; use"
+        ConfigError, match=r"llm: .*mini: vLLM's attention on CPUs takes heads of \[32, .*\] numbers, found 16; use"
     ):
         start(resolve_llm("mini"), eos=(1,))
 
