@@ -148,14 +148,18 @@ class LLMAlgorithm(CheckpointedAlgorithm):
 
     @classmethod
     def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
-        """As RLlib's, but a learner in the main process takes no CPU of its own: fractions are possible."""
+        """As RLlib's, but what the main process runs is counted where it runs.
+
+        A learner there takes no CPU of its own, so that fractions are possible; an engine there takes its GPUs.
+        """
         request = super().default_resource_request(config)
         asked = cls.get_default_config().update_from_dict(config)
-        if asked.num_learners:
-            return request
         main, *others = request.bundles
-        bundles = [{**main, "CPU": asked.num_cpus_for_main_process}, *others]
-        return PlacementGroupFactory(bundles, strategy=request.strategy)
+        if not asked.num_learners:
+            main = {**main, "CPU": asked.num_cpus_for_main_process}
+        if asked.engine == "vllm" and not asked.num_env_runners:
+            main = {**main, "GPU": main.get("GPU", 0) + asked.num_gpus_per_env_runner}
+        return PlacementGroupFactory([main, *others], strategy=request.strategy)
 
     def setup(self, config: Any) -> None:
         """Builds runners and learner; in one process they share one module."""

@@ -228,8 +228,13 @@ class LLMRLModule(TorchRLModule):
         self.take_weights(state)
 
     def take_weights(self, weights: Mapping[str, Any]) -> None:
-        """Copies some of the weights, arrays or tensors by name, into the model."""
+        """Copies some of the weights, arrays or tensors by name, into the model.
+
+        Those of :meth:`weights` are taken too: merged ones go into the frozen model below the adapters.
+        """
         named = self._named()
+        if self.lora is not None and self.lora["send"] == "merged":
+            named |= {name: tensor for name, tensor, _ in merging(self.llm)}
         with torch.no_grad():
             for name, given in weights.items():
                 with whole(named[name], writer=0):
