@@ -171,6 +171,14 @@ def test_grpo_trains_transcripts(grpo: Callable[..., GRPO]) -> None:
     assert not equal(before, weights(growing))
 
 
+def test_a_transcript_is_trained_as_its_first_round_is(grpo: Callable[..., GRPO]) -> None:
+    """Identity 3: with one agent every strategy draws and trains G; `is` draws later rounds for the reward alone."""
+    found = [row(grpo(env="tests.test_transcript:Growing", env_config={}, rollout_strategy=s)) for s in ("is", "fof")]
+    for column in ("num_generations", "advantage_std", "grad_norm", "ratio_max"):
+        assert found[0][column] == pytest.approx(found[1][column])
+    assert found[0]["grad_norm"] > 0
+
+
 def test_retrieved_tokens_have_no_gradient(grpo: Callable[..., GRPO]) -> None:
     """Garbage in the recorded log-probabilities of inserted tokens changes no gradient; their weights are 0."""
     import torch
