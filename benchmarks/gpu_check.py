@@ -147,10 +147,15 @@ def main() -> None:
         "kernels": partial(kernels, out / "llama_1b"),
     }
     asleep = {"engine_config": {"max_model_len": 4096, "enable_sleep_mode": True}}
+    followed = {"rewriter": "searcher", "reranker": "searcher", "answerer": "answerer"}
+    two = {"policies": ["searcher", "answerer"], "policy_mapping": followed}
     ways: dict[str, tuple[str, dict[str, Any]]] = {
         "vllm": ("vllm", {}),
         "vllm, IPC": ("vllm", {"weight_sync": "ipc"}),
         "vllm, asleep in the update": ("vllm", asleep),
+        "vllm, two policies asleep in the update, IPC": ("vllm", {**asleep, **two, "weight_sync": "ipc"}),
+        "vllm, two policies asleep in the update": ("vllm", {**asleep, **two}),
+        "vllm, against the past": ("vllm", {"opponents": {"reranker": "past"}, "opponent_refresh": 1}),
         "hf": ("hf", {}),
     }
     for name, (engine, changes) in ways.items():

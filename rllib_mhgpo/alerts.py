@@ -147,10 +147,13 @@ def entropy_collapse(history: History) -> Iterator[Finding]:
 
 
 def kl_runaway(history: History) -> Iterator[Finding]:
-    """The policy has run from its reference."""
-    kl = history.column("kl")
-    leap = (kl >= 10 * history.usual(kl)) & (kl >= 0.05)
-    yield Finding((kl >= 0.5) | leap, "the KL to the reference is {kl:.3f} a token", {"kl": kl})
+    """The policy has run from its reference, in the mean over roles or, four times as far, in one role alone."""
+    for place, whose, far in [("", "", 0.5), *((f"{agent}/", f" of {agent}", 2.0) for agent in history.agents("kl"))]:
+        kl = history.column(f"{place}kl")
+        leap = (kl >= 10 * history.usual(kl)) & (kl >= far / 10)
+        yield Finding(
+            (kl >= far) | leap, "the KL{whose} to the reference is {kl:.3f} a token", {"kl": kl, "whose": whose}
+        )
 
 
 def reward_without_score(history: History) -> Iterator[Finding]:

@@ -274,28 +274,41 @@ def gae(rewards: Floats, values: Floats, gamma: float = 1.0, lambda_: float = 1.
     return advantages
 
 
-def gae_over_turns(earned: Floats, values: Floats, previous: Ints, gamma: float = 1.0, lambda_: float = 1.0) -> Floats:
-    """Generalised advantages over the turns of trajectories; where a trajectory forks, the mean of what follows.
+def gae_over_turns(
+    shared: Floats, specific: Floats, values: Floats, previous: Ints, team: Ints,
+    gamma: float = 1.0, lambda_: float = 1.0, acts: Bools | None = None,
+) -> Floats:  # fmt: skip
+    """Generalised advantages over the turns of each team; where a trajectory forks, the mean of what follows.
+
+    A turn earns its specific reward and what its team is paid from its step up to the team's next turn; acts of others
+    lie in between as steps of the environment do.
 
     Args:
-        earned: (N,), what each turn earned itself; values: (N,), of the state before it.
-        previous: (N,), the turn before in the same trajectory, an earlier row, or -1.
+        shared: (N, T), what each team was paid by the step with generation n's response.
+        specific: (N,), what each act earned alone; values: (N,), of the state before it.
+        previous: (N,), the act before in the same trajectory, an earlier row, or -1.
+        team: (N,), each act's team, a column of ``shared``.
+        acts: (N,), which acts are turns of a learner that has values for them; by default all.
 
     Returns:
-        (N,).
+        (N,), 0 where an act is no turn.
 
-    >>> gae_over_turns(np.array([0.0, 1.0]), np.array([0.5, 0.5]), np.array([-1, 0])).tolist()
-    [0.5, 0.5]
+    >>> paid, teams = np.array([[0.0, 0.0], [0.0, 0.0], [1.0, -1.0]]), np.array([0, 1, 0])
+    >>> gae_over_turns(paid, np.zeros(3), np.zeros(3), np.array([-1, 0, 1]), teams).tolist()
+    [1.0, -1.0, 1.0]
     """
-    forks = np.bincount(previous[previous >= 0], minlength=len(earned))
-    following, following_value, advantages = np.zeros(len(earned)), np.zeros(len(earned)), np.zeros(len(earned))
-    for turn in reversed(range(len(earned))):
-        delta = earned[turn] + gamma * following_value[turn] - values[turn]
-        advantages[turn] = delta + gamma * lambda_ * following[turn]
-        before = previous[turn]
-        if before >= 0:
-            following[before] += advantages[turn] / forks[before]
-            following_value[before] += values[turn] / forks[before]
+    forks = np.bincount(previous[previous >= 0], minlength=len(values))
+    advantages, ahead = np.zeros(len(values)), np.zeros((len(values), 3, shared.shape[1]))
+    for act in reversed(range(len(values))):
+        step, mine = ahead[act].copy(), team[act]  # by team: paid until its next turn, that turn's advantage and value
+        step[0] += shared[act]
+        if acts is None or acts[act]:
+            paid, following, following_value = step[:, mine]
+            delta = specific[act] + paid + gamma * following_value - values[act]
+            advantages[act] = delta + gamma * lambda_ * following
+            step[:, mine] = 0.0, advantages[act], values[act]
+        if previous[act] >= 0:
+            ahead[previous[act]] += step / forks[previous[act]]
     return advantages
 
 

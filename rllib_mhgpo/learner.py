@@ -131,7 +131,8 @@ class LLMLearner(TorchLearner):
         old_logprobs = self.old_logprobs(batch)
         before = self.sums_before(batch, old_logprobs) if batch.previous is not None else np.zeros(0)
         first_pass: dict[str, NDArray[np.float64]] = {}
-        opposing = np.array([agent in self.config.opponents for agent in batch.agents] or [False] * len(batch))
+        opposing = np.zeros(len(batch), dtype=bool)
+        opposing[: len(batch.agents)] = [agent in self.config.opponents for agent in batch.agents]
         for epoch in range(self.config.num_epochs):
             factors = np.ones(len(batch))
             for step in range(self._num_steps(batch)):
@@ -153,16 +154,17 @@ class LLMLearner(TorchLearner):
     def _make_step(
         self, batch: TrainBatch, rows: NDArray[np.int64], old_logprobs: Sequence[NDArray[np.float32]]
     ) -> list[tuple[NDArray[np.int64], dict[str, NDArray[np.float64]]]]:
-        """Makes one optimiser step of each policy that has any of the rows; returns what the hook measured of which."""
+        """Makes one optimiser step of each policy that has any of the rows; returns what the hook measured of which.
+
+        Where no learner has a row there is no step: none to count, and no gradient of norm 0.
+        """
         found = []
         for policy, mine in self.by_policy(batch, rows):
-            is_empty = not largest(len(mine), self._device)
-            if is_empty and len(self.policies) > 1:
-                continue
-            numbers = self.accumulate(batch, mine, old_logprobs, policy)
-            policy.note_step(self.step(policy.name, is_empty))
-            policy.watch_engine(batch, mine, numbers)
-            found.append((mine, numbers))
+            if largest(len(mine), self._device):
+                numbers = self.accumulate(batch, mine, old_logprobs, policy)
+                policy.note_step(self.step(policy.name))
+                policy.watch_engine(batch, mine, numbers)
+                found.append((mine, numbers))
         return found
 
     def _summary(self) -> dict[str, Any]:
@@ -238,9 +240,9 @@ class LLMLearner(TorchLearner):
         )
         return found
 
-    def step(self, module_id: str, is_empty: bool = False) -> float | None:
+    def step(self, module_id: str) -> float | None:
         """Makes a module's optimiser step; returns the gradient's norm, None when it or a loss was not finite."""
-        return 0.0 if is_empty else self.parallel[module_id].step()
+        return self.parallel[module_id].step()
 
     # --- log-probabilities -------------------------------------------------------------------------------------------
 

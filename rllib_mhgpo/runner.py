@@ -80,6 +80,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         super().__init__(config=config, **kwargs)
         self.modules: dict[str, LLMRLModule] = {}
         self.engines: dict[str, HFEngine | VLLMEngine] = {}
+        self.published: Published | None = None
         self.weights_seq_no = 0
         self.callbacks = [callback() for callback in force_list(config.callbacks_class)]
         self.make_env()
@@ -113,11 +114,15 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         if self.config.engine == "vllm":
             self.sample_from({name: self._vllm_engine(name) for name in self.config.policy_names})
             return
-        specs = self.config.get_multi_rl_module_spec(spaces=self.get_spaces()).rl_module_specs
-        modules = {name: specs[name].build() for name in self.config.policy_names}
-        for module in modules.values():
-            cast_parameters(module.llm, module.dtype)
-        self.share_modules(modules)
+        self.share_modules({name: self._new_module(name) for name in self.config.policy_names})
+
+    def _new_module(self, name: str, **changes: Any) -> LLMRLModule:
+        """Builds a policy as it begins, with changes of its model's settings."""
+        spec = self.config.get_multi_rl_module_spec(spaces=self.get_spaces()).rl_module_specs[name]
+        spec.model_config = {**spec.model_config, **changes}
+        module: LLMRLModule = spec.build()
+        cast_parameters(module.llm, module.dtype)
+        return module
 
     def _vllm_engine(self, name: str) -> VLLMEngine:
         its, seed = self.config.get_config_for_module(name), (self.config.seed or 0) + self.worker_index
@@ -143,7 +148,18 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     @cached_property
     def opponents(self) -> Any:
         """Who plays: the policies, and others in the places of some agents."""
-        return self.config.cast(self.engines, self.env.possible_agents)
+        return self.config.cast(self.engines, self.env.possible_agents, self._present)
+
+    def _present(self, agent: str) -> HFEngine:
+        """Builds the policy that an agent follows, with the weights that its engine has now, on the CPU.
+
+        Its adapters are fresh where the weights have them merged, so that they change nothing.
+        """
+        name = self.config.policy_of(agent)
+        module = self._new_module(name, attn_implementation=None)  # kernels of updates may have no cache
+        for weight, tensor in self.published.weights(name) if self.published else ():
+            module.take_weights({weight: tensor})
+        return HFEngine(module.llm, module.eos_ids, module.dtype, tokenizer=module.tokenizer)
 
     def rollout(self, roots: Sequence[int], how: Play) -> Rollouts:
         """Plays the roots and returns their trees."""
@@ -168,6 +184,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
         Raises:
             SyncError: too far.
         """
+        self.published = published  # past policies are made of it
         for name, engine in self.engines.items():
             if isinstance(engine, VLLMEngine) and published.transferred:
                 engine.settle()
@@ -184,8 +201,9 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
 
     def sleep(self) -> None:
         """Gives the GPU's memory to a learner that shares it, until the next weights."""
-        if isinstance(self.engine, VLLMEngine):
-            self.engine.sleep()
+        for engine in self.engines.values():
+            if isinstance(engine, VLLMEngine):
+                engine.sleep()
 
     def apply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls a function with this runner; an error reaches the caller, where RLlib would end the process."""

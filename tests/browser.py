@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.wait import WebDriverWait
@@ -38,6 +39,11 @@ class Browser:
         """Waits until just so many elements are there."""
         WebDriverWait(self.driver, 60).until(lambda _: len(self.all(selector)) == count)
         return self.all(selector)
+
+    def wait_for(self, selector: str, text: str) -> None:
+        """Waits until the only element that is there has this text."""
+        patient = WebDriverWait(self.driver, 60, ignored_exceptions=[StaleElementReferenceException])
+        patient.until(lambda _: self.texts(selector) == [text])
 
     def choose(self, select: str, option: str) -> None:
         (found,) = (each for each in self.all(f"{select} option") if each.text.startswith(option))

@@ -62,6 +62,10 @@ def test_a_run_that_learns_raises_none() -> None:
         ("kl runaway", "kl", [0.004] * 5 + [0.06], [(6,)]),
         ("kl runaway", "kl", [0.004] * 4 + [0.06], []),  # four are not enough to say what is usual
         ("kl runaway", "kl", [0.0004] * 5 + [0.006], []),
+        # of one role alone: four times as far, for answers of few tokens go far in runs that learn
+        ("kl runaway", "reranker/kl", [0.1, 1.9, 2.1], [(3,)]),
+        ("kl runaway", "answerer/kl", [0.004] * 5 + [0.25], [(6,)]),
+        ("kl runaway", "answerer/kl", [0.01, 0.04, 0.1, 0.2, 0.3, 0.5, 0.69], []),
         ("gradient spikes", "grad_norm", [0.4, 0.5, 0.4, 0.5, 0.4, 4.1, 0.4], [(6,)]),
         ("gradient spikes", "skipped_steps", [0.0, 2.0], [(2,)]),
         # means of three: 0.8, 0.8, 0.747, 0.693, 0.593 from iteration 3 on

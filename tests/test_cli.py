@@ -133,6 +133,10 @@ def test_dry_run_shows_what_is_set_beside_the_algorithms_own_defaults(cartpole: 
     assert (shown["run"], shown["config"]["lr"], shown["config"]["num_epochs"]) == ("PPO", 1e-5, 30)
     own = dry_run("--algo", "MHGPO", "--env", "search", "--config", '{"group_size": 8}')["MHGPO_search"]
     assert (own["config"]["group_size"], own["config"]["env"], own["config"]["clip_low"]) == (8, "search", 0.2)
+    # a colon cannot stand in a folder's name everywhere
+    assert list(dry_run("--algo", "PPO", "--env", "gymnasium.envs.classic_control:CartPoleEnv")) == [
+        "PPO_gymnasium.envs.classic_control-CartPoleEnv"
+    ]
 
 
 def test_python_files_give_config_and_stop(tmp_path: Path) -> None:
@@ -177,6 +181,9 @@ def test_grid_search_is_found_at_any_depth() -> None:
         ("a: {run: PPO, stopp: {}}", "Did you mean 'stop'?"),
         ("a: {run: PPO, config: 3}", "config: expected a mapping of keys to values, found 3"),
         ("a: {run: PPO, stop: {training_iteration: ten}}", "training_iteration: expected a number, found 'ten'"),
+        ("a: {run: PPO, env: CartPole-v1, stop: {evaluation/x: 1}}", "set evaluation_interval"),
+        ("a: {run: MHGPO, stop: {iterations: 1}}", "stop: no column 'iterations'. Did you mean 'training_iteration'?"),
+        ("a: {run: MHGPO, stop: {timesteps_total: 1}}", "stop: no column 'timesteps_total'"),
         ("a: {run: PPO, num_samples: 0}", "num_samples: expected a whole number of at least 1, found 0"),
         ("a: {run: PPO, checkpoint_config: {num_keep: 1}}", "Did you mean 'num_to_keep'?"),
         ("a: {run: PPO, keep_checkpoints_num: 0}", "num_to_keep: expected a whole number of at least 1, found 0"),

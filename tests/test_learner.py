@@ -177,6 +177,16 @@ def test_minibatches_are_optimiser_steps_of_their_own(folder: Path) -> None:
     assert len(result["grad_norms"]) == 6
 
 
+def test_steps_without_rows_are_none(folder: Path) -> None:
+    """They have no gradient of norm 0, and do not come between steps that were skipped."""
+    learner = make_learner(folder)
+    changes: dict[str, Any] = {"steps": np.array([0, 0, 1, 1, 2, 2]), "weights": np.array([0, 0, 0.1, 0.1, 0, 0])}
+    assert len(update(learner, make_batch(**changes))["grad_norms"]) == 1
+    assert update(learner, make_batch(weights=np.zeros(6)))["grad_norms"] == []
+    lost = make_batch(**changes, advantages=np.full(6, np.inf))
+    assert [update(learner, lost)["skipped_in_a_row"] for _ in range(2)] == [1, 2]
+
+
 def test_the_ratio_moves_when_the_weights_do(folder: Path) -> None:
     """Identity 5: recorded log-probabilities of the policy itself give ratio 1, those of a perturbed one do not."""
     learner = make_learner(folder)
@@ -194,6 +204,14 @@ def test_dropout_is_off_while_training(folder: Path) -> None:
     module = make_learner(folder).module["default_policy"]
     module.train()
     assert not any(m.training for m in module.llm.modules())
+
+
+def test_roles_one_after_the_other_on_a_learner_without_rows(folder: Path) -> None:
+    """With fewer questions than learners one of them has none."""
+    learner = make_learner(folder, sequential_updates=True)
+    rows = make_batch(agents=["a", "b"] * 3, previous=np.array([-1, 0, -1, 2, -1, 4]))
+    assert update(learner, rows.take(np.zeros(0, dtype=np.int64)))["grad_norms"] == []
+    assert len(update(learner, rows)["grad_norms"]) == 1
 
 
 def test_roles_one_after_the_other_are_weighted_by_the_earlier_ones(

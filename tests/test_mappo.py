@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ray.rllib.core.learner.training_data import TrainingData
 
 from rllib_mhgpo.algorithms.mappo import MAPPO, MAPPOConfig, paid_at_end
 from rllib_mhgpo.credit import explained_variance, gae, gae_over_turns, whiten
@@ -31,25 +32,48 @@ def test_a_response_is_paid_at_its_last_token() -> None:
     assert gae(paid_at_end(3, 1.0), values, 1.0, 0.0) == pytest.approx([0.1, 0.1, 0.7])
 
 
+def of_one_team(
+    earned: np.ndarray, values: np.ndarray, previous: list[int], gamma: float = 1.0, lambda_: float = 1.0
+) -> np.ndarray:
+    zeros = np.zeros(len(values))
+    return gae_over_turns(earned[:, None], zeros, values, np.array(previous), zeros.astype(int), gamma, lambda_)
+
+
 def test_turns_one_after_the_other() -> None:
     """Rewards 0, -0.5, 1; values 0.2, 0.4, 0.6; gamma 0.9, lambda 0.5."""
     earned, values = np.array([0.0, -0.5, 1.0]), np.array([0.2, 0.4, 0.6])
     third = 1.0 - 0.6
     second = -0.5 + 0.9 * 0.6 - 0.4 + 0.9 * 0.5 * third
     first = 0.9 * 0.4 - 0.2 + 0.9 * 0.5 * second
-    assert gae_over_turns(earned, values, np.array([-1, 0, 1]), 0.9, 0.5) == pytest.approx([first, second, third])
+    assert of_one_team(earned, values, [-1, 0, 1], 0.9, 0.5) == pytest.approx([first, second, third])
 
 
 def test_where_a_trajectory_forks_the_mean_follows() -> None:
     earned, values = np.array([0.0, 1.0, 0.0]), np.array([0.3, 0.4, 0.2])
-    first, *others = gae_over_turns(earned, values, np.array([-1, 0, 0]))
+    first, *others = of_one_team(earned, values, [-1, 0, 0])
     assert others == pytest.approx([0.6, -0.2])
     assert first == pytest.approx(0.3 - 0.3 + (0.6 - 0.2) / 2)
 
 
+def test_each_team_has_turns_of_its_own() -> None:
+    """X, O, X, O moves; X is paid 1 at its second, O 0.5 at its first; gamma 0.9, lambda 0.5, values 0.1 to 0.4."""
+    shared, team = np.array([[0.0, 0.0], [-0.5, 0.5], [1.0, -1.0], [0.0, 0.25]]), np.array([0, 1, 0, 1])
+    specific, values = np.array([0.0, -0.2, 0.0, 0.0]), np.array([0.1, 0.2, 0.3, 0.4])
+    last_o = 0.25 - 0.4
+    first_o = -0.2 + 0.5 - 1.0 + 0.9 * 0.4 - 0.2 + 0.9 * 0.5 * last_o
+    last_x = 1.0 - 0.3
+    first_x = -0.5 + 0.9 * 0.3 - 0.1 + 0.9 * 0.5 * last_x
+    previous = np.array([-1, 0, 1, 2])
+    found = gae_over_turns(shared, specific, values, previous, team, 0.9, 0.5)
+    assert found == pytest.approx([first_x, first_o, last_x, last_o])
+    # acts that are no turns of a learner are steps of the environment: what they pay goes to the turn before
+    alone = gae_over_turns(shared, specific, values, previous, team, 0.9, 0.5, np.array([True, False, False, False]))
+    assert alone == pytest.approx([-0.5 + 1.0 - 0.1, 0, 0, 0])
+
+
 def test_a_perfect_critic_leaves_no_advantage_at_lambda_0() -> None:
     assert gae(paid_at_end(4, 0.7), np.full(4, 0.7), 1.0, 0.0) == pytest.approx(np.zeros(4))
-    assert gae_over_turns(np.array([0.0, 0.7]), np.full(2, 0.7), np.array([-1, 0]), 1.0, 0.0) == pytest.approx([0, 0])
+    assert of_one_team(np.array([0.0, 0.7]), np.full(2, 0.7), [-1, 0], 1.0, 0.0) == pytest.approx([0, 0])
 
 
 def test_advantages_are_whitened_by_pool_over_tokens() -> None:
@@ -166,6 +190,30 @@ def test_turns_train_with_every_strategy(mappo: Make, strategy: str) -> None:
     assert np.isfinite(result["reward"])
     assert np.isfinite(result["value_loss"])
     assert all(np.isfinite(w).all() for w in (*weights(algorithm).values(), *critic(algorithm).values()))
+
+
+def test_a_turn_weighs_what_its_tokens_do(mappo: Make) -> None:
+    """Only its first token has a target, and stands for the others; the head starts at 0."""
+    algorithm = mappo(gae_level="turn", value_clip=None)
+    flat = flatten(algorithm.sample_trees(), algorithm.agents)
+    credit = algorithm.assign_credit(flat)
+    batch = algorithm.make_batch(flat, credit)
+    learner = algorithm.learner_group._learner
+    found = learner.update(training_data=TrainingData(batch=batch))["rows"]["measured"]["value_loss"]
+    targets = np.array([target[0] for target in credit["return"]])
+    assert targets.std() > 0
+    assert found == pytest.approx(np.array([len(r) for r in batch.responses]) * targets**2 / 2, abs=1e-5)
+
+
+def test_the_loser_of_a_game_is_not_paid_by_the_winner(mappo: Make) -> None:
+    """Tic-tac-toe: O, the second to last, lost or won at X's last move; X got the opposite."""
+    algorithm = mappo(env="text_game", env_config={"game": "pettingzoo.classic.tictactoe_v3"}, gae_level="turn",
+                      max_response_tokens=4, penalties=False)  # fmt: skip
+    flat = flatten(algorithm.sample_trees(), algorithm.agents)
+    credit = algorithm.assign_credit(flat)
+    assert np.abs(credit["reward_shared"]).max() > 0
+    for row_, reward in enumerate(credit["reward"]):
+        assert credit["return"][row_][0] == pytest.approx(reward)
 
 
 def test_one_agent_is_token_level_ppo(mappo: Make) -> None:

@@ -70,6 +70,15 @@ def test_the_error_of_one_seed_is_that_over_questions(tmp_path: Path) -> None:
     assert isnan(mean_and_error(group, "nothing")[0])
 
 
+def test_the_error_of_one_seed_is_not_known_where_scores_may_be_anything(tmp_path: Path) -> None:
+    """A mean return of 0.5 may be that of games won and lost, or of draws."""
+    trial(tmp_path, [{**row(1, 0.36), "dev": {"player_return": 0.5, "questions": 100}}])
+    (group,) = group_trials(find_trials(tmp_path))
+    mean, error = mean_and_error(group, "dev/player_return")
+    assert mean == 0.5
+    assert isnan(error)
+
+
 def test_several_algorithms_are_compared_by_what_differs(tmp_path: Path) -> None:
     trial(tmp_path, [row(1, 0.4)], "MHGPO_search_0")
     trial(tmp_path, [row(1, 0.4)], "MHGPO_search_1", lr=2e-4)

@@ -24,6 +24,7 @@ from rllib_mhgpo.retrieval import (
     open_retriever,
     save_retriever,
 )
+from rllib_mhgpo.retrieval.bm25 import BM25Retriever
 from rllib_mhgpo.retrieval.index import FlatIndex, Index, SparseIndex
 from tests.real_data import real_file
 
@@ -97,6 +98,13 @@ def test_counts_must_agree() -> None:
     index = FlatIndex.of([np.zeros((1000, 2), dtype=np.float32)], 2)
     with pytest.raises(RetrievalError, match=r"holds 1000 vectors, the corpus .* 990 passages"):
         Retriever(corpus_of(*["a"] * 990), encoder, index)
+
+
+def test_bm25s_counts_must_agree_too(tmp_path: Path) -> None:
+    BM25Retriever.build(corpus_of(*["a"] * 10)).save(tmp_path / "bm25")
+    for count in (9, 11):
+        with pytest.raises(RetrievalError, match=rf"bm25 holds 10 passages, the corpus .* {count}; expected the same"):
+            BM25Retriever.open(tmp_path / "bm25", corpus_of(*["a"] * count))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

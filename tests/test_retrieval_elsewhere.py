@@ -188,14 +188,26 @@ def test_our_server_refuses_what_is_no_request(served: str) -> None:
     import urllib.error
     import urllib.request
 
-    for request in (b"x", b"[]", b'{"queries": "a"}', b'{"queries": [1]}', b'{"queries": ["a"], "topk": 1.5}', b""):
+    bodies = [b"x", b"[]", b'{"queries": "a"}', b'{"queries": [1]}', b'{"topk": 1}', b""]
+    bodies += [b'{"queries": ["a"], "topk": %s}' % k for k in (b"1.5", b"0", b"-1", b"true", b"false", b'""', b"[]")]
+    bodies += [b'{"queries": ["a"], %s}' % more for more in (b'"return_scores": "no"', b'"top_k": 1')]
+    for body in bodies:
         with pytest.raises(urllib.error.HTTPError) as caught:
-            urllib.request.urlopen(urllib.request.Request(served, request, method="POST"))
+            urllib.request.urlopen(urllib.request.Request(served, body, method="POST"))
         assert caught.value.code == 400
+    assert b"'top_k'. Did you mean 'topk'?" in caught.value.read()
     with pytest.raises(RetrievalError, match="status 400"):
         HttpRetriever(served)._ask({"queries": [" "], "topk": 3})
     with pytest.raises(ConfigError, match="cannot listen"):
         make_server(build_retriever(Corpus.from_passages([("", "a")])), port=int(served.split(":")[2].split("/")[0]))
+
+
+@pytest.mark.parametrize("more", [{}, {"topk": None}, {"return_scores": None}])
+def test_ten_passages_where_no_number_is_asked_for(folder: Path, served: str, more: dict[str, Any]) -> None:
+    retriever = HttpRetriever(served)
+    assert retriever._answers(retriever._ask({"queries": ["red"], **more}), ["red"], 10) == open_retriever(
+        folder
+    ).search(["red"], 10)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "x", float("inf"), True])
@@ -277,9 +289,20 @@ def test_an_actor_that_does_not_answer_is_given_up(folder: Path, pooled: BaseRet
     assert pooled.search(["red"], 1) == open_retriever(folder).search(["red"], 1)
 
 
-def test_failures_of_the_index_reach_the_caller(folder: Path, pooled: BaseRetriever, tmp_path: Path) -> None:
+@pytest.mark.parametrize("actors", [1, 2])
+def test_an_index_that_cannot_be_opened_is_refused_at_the_start(
+    pooled: BaseRetriever, tmp_path: Path, actors: int
+) -> None:
     save_retriever(build_retriever(Corpus.from_passages([("", "red")])), tmp_path / "ix")
     (tmp_path / "ix" / "index.faiss").write_bytes(b"x")
-    broken = build_retriever(None, {"encoder": str(tmp_path / "ix"), "actors": 1})
     with pytest.raises(RetrievalError, match=r"index\.faiss: expected [\d,]+ bytes, found 1 bytes"):
-        broken.search(["red"], 1)
+        build_retriever(None, {"encoder": str(tmp_path / "ix"), "actors": actors})
+
+
+def test_failures_of_a_search_reach_the_caller(folder: Path, pooled: BaseRetriever) -> None:
+    import ray
+
+    broken: Any = build_retriever(None, {"encoder": str(folder), "actors": 3, "cache_size": 0})
+    ray.get(broken.actors[2].__ray_call__.remote(lambda actor: setattr(actor, "_failure", "the disk is gone")))
+    with pytest.raises(RetrievalError, match="the disk is gone"):
+        broken.search([f"red {i}" for i in range(3 * 64)], 1)

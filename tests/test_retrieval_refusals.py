@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rllib_mhgpo.errors import ConfigError, RetrievalError
 from rllib_mhgpo.retrieval import approximate as ann
 from rllib_mhgpo.retrieval import build_retriever, open_retriever, save_retriever
 from rllib_mhgpo.retrieval.build import peek_retriever
-from rllib_mhgpo.retrieval.building import _mapped, build_index
+from rllib_mhgpo.retrieval.building import _mapped, build_index, encode_here
 from rllib_mhgpo.retrieval.hf_encoder import HFEncoder
 from rllib_mhgpo.retrieval.http import HttpRetriever
 from rllib_mhgpo.retrieval.plan import estimate
@@ -43,11 +43,13 @@ PAGES = Corpus.from_passages([("A", "red a"), ("B", "blue b")])
         ({"hybrid": None}, "hybrid: expected a list of retrievers, found None"),
         ({"hybrid": "tfidf"}, "hybrid: expected a list of retrievers, found 'tfidf'"),
         ({"hybrid": ["tfidf", {"encoder": "bm25", "foo": 1}]}, "unknown key 'foo'"),
+        ({1: "bm25"}, "unknown key 1"),
         ({"encoder": 5}, "encoder: expected a name, a folder or an address, found 5"),
         ({"cache_size": True}, "cache_size: expected a number"),
         ({"encoder": "x", "batch_size": 0}, "batch_size: expected a whole number of at least 1, found 0"),
         ({"encoder": "x", "max_tokens": True}, "max_tokens: expected a whole number"),
         ({"encoder": "x", "cosine": "yes"}, "cosine: expected true or false, found 'yes'"),
+        ({"encoder": "x", "pooling": ["mean"]}, "pooling: expected a text, found"),
         ({"encoder": "x", "query_prefix": 3}, "query_prefix: expected a text, found 3"),
         ({"encoder": "x", "gpu": "no"}, "gpu: expected true, false or half, found 'no'"),
         ("http://localhost:abc/retrieve", r"expected an address such as http://HOST:PORT/retrieve"),
@@ -124,6 +126,30 @@ def test_two_builds_of_one_folder(tmp_path: Path) -> None:
     assert build_index(source, tmp_path / "ix", HashEncoder())["passages"] == 20  # the lock went with its build
 
 
+def test_vectors_that_are_gone_are_made_again(tmp_path: Path) -> None:
+    """Not taken for those of places that were filled."""
+    source = write_corpus(tmp_path / "c.jsonl", 600)
+    build_index(source, tmp_path / "once", HashEncoder())
+
+    def stops(folder: Path, encoder: Any, places: Sequence[int]) -> Iterator[Any]:
+        yield next(encode_here(folder, encoder, places))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_index(source, tmp_path / "twice", HashEncoder(), encode=stops)
+    (tmp_path / "twice" / "vectors.f32").unlink()
+    build_index(source, tmp_path / "twice", HashEncoder())
+    for name in ("index.faiss", "meta.json"):
+        assert (tmp_path / "twice" / name).read_bytes() == (tmp_path / "once" / name).read_bytes()
+
+
+def test_a_build_whose_plan_was_changed(tmp_path: Path) -> None:
+    (tmp_path / "ix").mkdir()
+    (tmp_path / "ix" / "building.json").write_text("[1]", encoding="utf-8")
+    with pytest.raises(RetrievalError, match=r"building\.json: was changed: \[1\]\. Remove the folder"):
+        build_index(write_corpus(tmp_path / "c.jsonl", 5), tmp_path / "ix", HashEncoder())
+
+
 @pytest.mark.parametrize("fault", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int) -> None:
     """A file stands for the lock there; it outlives a build that was killed, which is said."""
@@ -158,8 +184,9 @@ def test_what_goes_wrong_in_a_build_is_not_taken_for_another_build(tmp_path: Pat
 @pytest.mark.parametrize(
     "change",
     [
-        {"files": None}, {"files": 3}, {"files": {"x": 3}}, {"factory": 3}, {"encoder_fingerprint": None},
-        {"corpus_fingerprint": 5}, {"passages": "x"}, {"index": "../x"}, {"encoder": None},
+        {"files": None}, {"files": 3}, {"files": {"x": 3}}, {"files": {"x": ["3", 3]}}, {"factory": 3},
+        {"encoder": None}, {"encoder_fingerprint": None}, {"corpus_fingerprint": 5}, {"passages": "x"},
+        {"index": "../x"},
     ],
 )  # fmt: skip
 def test_a_description_that_was_changed(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -223,6 +250,17 @@ def test_without_gpus_they_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         open_retriever(tmp_path / "ix", encoder=HashEncoder(), gpu=True)
 
 
+def test_rows_that_the_lists_visited_do_not_hold_are_none() -> None:
+    """FAISS fills up with -1 where an index visits fewer vectors than it is asked for."""
+    vectors = np.eye(4, dtype=np.float32).repeat(100, axis=0)
+    index = ann.train_and_fill("IVF4,Flat", 4, len(vectors), lambda: iter([vectors]), 0)
+    queries = np.eye(4, dtype=np.float32)
+    proposed = index.search(queries, 400)[1]
+    assert (proposed == -1).any(axis=1).all()
+    for found, rows in zip(ann.FaissIndex(index).search(queries, 400, False), proposed, strict=True):
+        assert sorted(found.tolist()) == sorted(rows[rows >= 0].tolist()) != []
+
+
 def test_what_faiss_refuses_while_searching() -> None:
     class Limited:
         d, ntotal = 4, 5000
@@ -248,9 +286,12 @@ def raw(answer: bytes) -> Iterator[str]:
                     caller, _ = server.accept()
                 except OSError:
                     return
-                with caller:
+                with caller, suppress(OSError):
                     caller.recv(1 << 16)
                     caller.sendall(answer)
+                    caller.shutdown(socket.SHUT_WR)
+                    while caller.recv(1 << 16):  # closed with a part unread, the answer would be lost
+                        pass
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()

@@ -53,7 +53,7 @@ def test_layouts_of_predictions(tmp_path: Path, value: Any, lines: bool) -> None
     [
         ([{"id": "a", "answer": "x"}, {"id": "a", "answer": "y"}], "record 2 .*a second prediction for 'a'"),
         ([{"id": "a", "answer": 3}], "'a': expected the answer as a text, found int 3"),
-        ([{"id": "a", "answr": "x"}], "expected an answer under 'answer'.*found keys 'id', 'answr'"),
+        ([{"id": "a", "answr": "x"}], "expected an answer under .*'answer', found keys 'id', 'answr'"),
         ([{"answer": "x", "n": 1}], "expected a prediction with an id under"),
         ([{"id": "a", "answer": "x", "sp": [["A"]]}], r"expected \[title, sentence number\] pairs"),
         ([{"id": "a", "answer": "x", "predicted_support_idxs": ["1"]}], "expected whole numbers"),

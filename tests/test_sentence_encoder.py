@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel, T5Config, T5Model
 
 from rllib_mhgpo.data import Corpus, Passage
 from rllib_mhgpo.errors import RetrievalError
@@ -151,9 +151,75 @@ def test_folders_that_are_no_sentence_encoders(tmp_path: Path) -> None:
     folder = save_bert(tmp_path / "m")
     with pytest.raises(RetrievalError, match=r"pooling 'max_tokens': expected one of mean, cls"):
         HFEncoder(folder, pooling="max_tokens")
+    T5Model(T5Config(vocab_size=20, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)).save_pretrained(folder)
+    with pytest.raises(RetrievalError, match="found a model that decodes too"):
+        HFEncoder(folder)
     (folder / "model.safetensors").unlink()
     with pytest.raises(RetrievalError, match="expected a model with weights and tokenizer"):
         HFEncoder(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("modules.json", "{", "expected JSON"),
+        ("modules.json", '{"type": "st.models.Pooling"}', "expected a JSON array, found {'type'"),
+        ("modules.json", '[{"type": "st.models.Pooling"}]', "expected modules with texts under 'type' and 'path'"),
+        ("modules.json", '["st.models.Pooling"]', "expected modules with texts"),
+        ("config.json", "[1]", r"expected a JSON object, found \[1\]"),
+        ("config.json", '{"max_position_embeddings": "x"}', "under 'max_position_embeddings', found 'x'"),
+        ("config_sentence_transformers.json", "[]", "expected a JSON object"),
+        ("config_sentence_transformers.json", '{"prompts": ["query: "]}', "expected texts by name under 'prompts'"),
+        ("config_sentence_transformers.json", '{"prompts": {"query": 1}}', "expected texts by name under 'prompts'"),
+        ("sentence_bert_config.json", '{"max_seq_length": [5]}', "a number of tokens under 'max_seq_length'"),
+        ("sentence_bert_config.json", "\x00", "expected JSON"),
+        ("tokenizer_config.json", '{"model_max_length": true}', "under 'model_max_length', found True"),
+        ("tokenizer.json", "\ufeff{}", "expected a model with weights and tokenizer, found: .*BOM"),
+        ("special_tokens_map.json", "{", "expected a model with weights and tokenizer"),
+        ("", "x", "expected a model with weights and tokenizer"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, text: str, message: str) -> None:
+    folder = save_bert(tmp_path / "m")
+    (folder / (name or "model.safetensors")).write_text(text, encoding="utf-8")
+    with pytest.raises(RetrievalError, match=rf"{name}: .*{message}"):
+        HFEncoder(folder)
+
+
+def test_a_byte_order_mark_changes_nothing(tmp_path: Path) -> None:
+    files = {
+        "modules": modules("Transformer", "Pooling", "Normalize"),
+        "pooling": {"pooling_mode_cls_token": True},
+        "sentence_bert_config": {"max_seq_length": 5},
+        "config_sentence_transformers": {"prompts": {"query": "who "}},
+    }
+    folder = save_bert(tmp_path / "m", **files)
+    recipe = read_recipe(folder)
+    for path in [*folder.rglob("1_Pooling/*.json"), *folder.glob("*modules*"), *folder.glob("*sentence*")]:
+        path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
+    assert HFEncoder(folder).recipe == recipe
+    assert (recipe.pooling, recipe.cosine, recipe.query_prefix, recipe.max_tokens) == ("cls", True, "who ", 5)
+
+
+def test_texts_are_cut_where_the_model_has_no_more_positions(tmp_path: Path) -> None:
+    folder = save_bert(tmp_path / "m")
+    long = "ada holm was born " * 100
+    np.testing.assert_array_equal(
+        HFEncoder(folder, max_tokens=100_000).encode_queries([long]),
+        HFEncoder(folder, max_tokens=64).encode_queries([long]),
+    )
+    assert HFEncoder(folder, max_tokens=100_000).recipe.max_tokens == 100_000  # as it was written
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=34, pad_token_id=1,
+    )  # fmt: skip
+    RobertaModel(config).save_pretrained(folder)  # whose positions begin behind the padding's: 32 are left
+    np.testing.assert_array_equal(
+        HFEncoder(folder).encode_queries([long]), HFEncoder(folder, max_tokens=32).encode_queries([long])
+    )
+    with pytest.raises(RetrievalError, match="max_tokens 2: expected more than the 2 tokens that the tokenizer puts"):
+        HFEncoder(folder, max_tokens=2)
 
 
 def test_weights_that_lack_tensors(tmp_path: Path) -> None:

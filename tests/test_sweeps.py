@@ -15,7 +15,7 @@ from rllib_mhgpo.cli import app
 from rllib_mhgpo.cli.checks import check, variants
 from rllib_mhgpo.cli.experiments import load_experiments, normalise
 from rllib_mhgpo.cli.search_spaces import SPACES, places, searched
-from rllib_mhgpo.cli.tuners import check_search, make_scheduler, make_search_alg
+from rllib_mhgpo.cli.tuners import check_search, make_scheduler, make_search_alg, table_of_best
 from rllib_mhgpo.cli.yaml12 import format_yaml, parse_yaml
 from rllib_mhgpo.errors import ConfigError
 from tests.rig import equal, weights
@@ -173,6 +173,35 @@ def test_a_trial_that_takes_over_another_keeps_its_own_learning_rate(make: Any, 
     rates = {group["lr"] for optimizer in learner._named_optimizers.values() for group in optimizer.param_groups}
     assert rates == {1e-4}
     assert equal(weights(donor), weights(heir))
+
+
+@dataclass
+class Trial:
+    """What the table sees of one of Tune's trials."""
+
+    lr: float
+    last_result: dict[str, Any]
+    metric_analysis: dict[str, dict[str, float]]
+    checkpoint: None = None
+
+    @property
+    def evaluated_params(self) -> dict[str, float]:
+        return {"lr": self.lr}
+
+
+def made(lr: float, dev: float, iteration: int, train: float) -> Trial:
+    result = {"training_iteration": 3, "dev": {"f1": dev, "iteration": iteration}}
+    return Trial(lr, result, {"dev/f1": {"max": dev}, "train/f1": {"max": train}})
+
+
+def test_no_trial_is_ranked_by_its_score_before_training() -> None:
+    never = [made(0.1, 0.9, 0, 0.2), made(0.2, 0.9, 0, 0.4)]
+    said, heading, *rows = table_of_best(never, ["lr"], "dev/f1", "max")
+    assert said == "No trial has evaluated dev/f1 since its start; by train/f1, of sampled answers:"
+    assert heading.split()[0] == "train/f1"
+    assert [row.split()[1:4] for row in rows] == [["0.4", "3", "lr=0.2"], ["0.2", "3", "lr=0.1"]]
+    heading, *rows = table_of_best([*never, made(0.3, 0.5, 2, 0.1)], ["lr"], "dev/f1", "max")
+    assert [row.split()[1:4] for row in rows] == [["0.5", "3", "lr=0.3"]]
 
 
 ENVIRONMENT = """

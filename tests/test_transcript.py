@@ -172,6 +172,14 @@ def test_grpo_trains_transcripts(grpo: Callable[..., GRPO]) -> None:
     assert not equal(before, weights(growing))
 
 
+def test_a_transcript_is_trained_as_its_first_round_is(grpo: Callable[..., GRPO]) -> None:
+    """Identity 3: with one agent every strategy draws and trains G; `is` draws later rounds for the reward alone."""
+    found = [row(grpo(env="tests.test_transcript:Growing", env_config={}, rollout_strategy=s)) for s in ("is", "fof")]
+    for column in ("num_generations", "advantage_std", "grad_norm", "ratio_max"):
+        assert found[0][column] == pytest.approx(found[1][column])
+    assert found[0]["grad_norm"] > 0
+
+
 def test_a_round_is_charged_for_its_own_length(grpo: Callable[..., GRPO]) -> None:
     """Limit 64, of which the last 16 cost: 30 and 30 tokens nothing, though together they are near it; 56 a half."""
     tree, prompt = RolloutTree(0), np.zeros(1, np.int32)

@@ -1,6 +1,7 @@
 """``rllib trees``: one page, without network, in which everything is text."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,9 @@ def test_a_person_filters_opens_and_compares(browser: Browser, page: Path) -> No
     browser.requests()
     browser.open(page)
     assert browser.texts("#said") == ["3 of 3 questions"]  # of the last evaluation
+    browser.wait_for(".panel h2", "dev, iteration 4")  # whose first question is open
+    assert browser.texts(".question") == ["Where is 1?"]
+    assert [each.text.split("\n")[0] for each in browser.all("#questions [aria-current]")] == ["Where is 1?"]
     expected = {"wrong": 0, "right": 3, "changed": 1, "zero spread": 1, "illegal": 1, "all": 3}
     for choice, count in expected.items():
         browser.choose("#filter", choice)
@@ -122,7 +126,7 @@ def test_the_page_is_used_with_keys_alone(browser: Browser, page: Path) -> None:
     assert active.get_attribute("id") == "search"
     browser.all("#questions button")[0].send_keys(Keys.ARROW_DOWN)
     browser.driver.switch_to.active_element.send_keys(Keys.ENTER)
-    browser.wait(".node", 4)
+    browser.wait_for(".question", "Where is 2?")
     browser.run("document.querySelector('.node').focus()")
     for key, agent in (
         (Keys.ARROW_RIGHT, "reranker"), (Keys.ARROW_RIGHT, "answerer"), (Keys.ARROW_DOWN, "answerer"),
@@ -138,7 +142,8 @@ def test_what_agents_say_is_text(browser: Browser, page: Path) -> None:
     browser.open(page)
     browser.choose("#iteration", "train, iteration 3")
     browser.all("#questions button")[0].click()
-    browser.wait(".node", 4)[2].click()
+    browser.wait_for(".panel h2", "train, iteration 3")
+    browser.all(".node")[2].click()
     assert browser.texts(".response") == [EVIL + "<eos>"]
     assert browser.run("return window.hacked === undefined")
     assert browser.run("return document.querySelectorAll('img').length") == 0
@@ -167,7 +172,7 @@ def test_two_thousand_trees_are_one_small_page_that_opens(browser: Browser, tmp_
     browser.open(out)
     assert browser.texts("#said") == ["2000 of 2000 questions"]
     browser.all("#questions button")[1234].click()
-    browser.wait(".node", 4)
+    browser.wait_for(".question", "Where is 1234?")
 
 
 def test_a_page_that_would_grow_too_large_leaves_older_trees_out(
@@ -195,6 +200,17 @@ def test_a_page_of_what_was_asked_for(tmp_path: Path, arguments: list[str], show
     assert command(save(tmp_path, trees), "--out", out, *arguments) == (0, f"{out}: {shown} trees\n")
 
 
+def test_the_last_run_of_a_folder_is_shown_and_named(tmp_path: Path) -> None:
+    """As ``rllib evaluate`` takes the last checkpoint; last is what was written last, whatever its name."""
+    trial = save(tmp_path, [chain(1, 0, 0.0), chain(2, 0, 0.0)])
+    other = save(tmp_path / "later", [chain(3, 0, 0.0)]).rename(trial.with_name("MHGPO_a"))
+    os.utime(trial / "records" / "dev-000000.parquet", (0, 1))
+    os.utime(other / "records" / "dev-000000.parquet", (0, 2))
+    out = tmp_path / "t.html"
+    code, said = command(tmp_path / "experiment", "--out", out)
+    assert (code, said) == (0, f"the last run: {other}\n{out}: 1 trees\n")
+
+
 def test_what_cannot_be_shown_is_said(tmp_path: Path) -> None:
     out = tmp_path / "t.html"
 
@@ -209,10 +225,6 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path) -> None:
     trial = save(tmp_path, [chain(1, 0, 0.0)])
     assert "no records of a question 'zzz'" in said(trial, "--question", "zzz")
     assert "of iterations [8], found those of [0]" in said(trial, "--iteration", "8")
-    other = trial.with_name("MHGPO_search_1") / "records"
-    other.mkdir(parents=True)
-    (other / "dev-000000.parquet").write_bytes((trial / "records" / "dev-000000.parquet").read_bytes())
-    assert "expected one trial, found 2" in said(tmp_path / "experiment")
     (trial / "result.json").write_text("{}\n")
     (trial / "records" / "dev-000000.parquet").unlink()
     assert "kept no records" in said(trial)
@@ -226,7 +238,6 @@ def test_records_of_an_environment_that_says_nothing_are_shown(browser: Browser,
     assert command(save(tmp_path, [[bare, ended]]), "--out", out)[0] == 0
     browser.open(out)
     assert browser.all("#questions button")[0].text.startswith("question 0\n1 ·")
-    browser.all("#questions button")[0].click()
     browser.wait(".node", 2)[1].click()
     assert browser.texts(".detail h3")[:2] == ["player: response", "Numbers"]
     assert browser.complaints() == []

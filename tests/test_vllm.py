@@ -17,7 +17,7 @@ from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.engines import HFEngine, Placement, Probe, Prompt, VLLMEngine
 from rllib_mhgpo.engines.probe import fixed_sequence
 from rllib_mhgpo.engines.stall import Watch
-from rllib_mhgpo.errors import EngineError, ModelError, RolloutError, SyncError
+from rllib_mhgpo.errors import ConfigError, EngineError, ModelError, RolloutError, SyncError
 from rllib_mhgpo.llms import load_model, load_tokenizer, resolve_llm
 from tests.toys import LLAMA_SHAPE, save_toy, toy_tokenizer
 
@@ -356,17 +356,28 @@ def test_a_share_of_gpus_becomes_what_vllm_is_told(gpus: float, expected: dict[s
     assert Placement(gpus).settings(4096) == expected
 
 
-def test_engines_of_one_process_share_what_is_given() -> None:
-    """Two on a CPU have half of 1 GiB each, three on a GPU a third of the share that engine_config gives them all."""
+def test_engines_of_one_runner_share_what_is_given() -> None:
+    """Two on a CPU have half of 1 GiB each, three on a GPU a third of the share that engine_config gives them all.
+
+    There each has processes of its own.
+    """
     assert Placement(engines=2).settings(4096)["kv_cache_memory_bytes"] == 1 << 29
     given = {"gpu_memory_utilization": 0.6, "kv_cache_memory_bytes": 3_000_001}
     told = Placement(1.0, engines=3).settings(4096, given)
-    assert told == {"gpu_memory_utilization": pytest.approx(0.2), "kv_cache_memory_bytes": 1_000_000}
+    shares = {"gpu_memory_utilization": pytest.approx(0.2), "kv_cache_memory_bytes": 1_000_000}
+    assert told == {**shares, "distributed_executor_backend": "mp"}
 
 
 def test_a_misspelt_argument_is_named(start: Start, tied: Path) -> None:
     with pytest.raises(ValueError, match=r"'max_num_seq' is no argument of vllm.LLM. Did you mean 'max_num_seqs'"):
         start(tied, settings={"max_num_seq": 4})
+
+
+def test_heads_without_a_kernel_are_refused(start: Start) -> None:
+    with pytest.raises(
+        ConfigError, match=r"llm: .*mini: vLLM's attention on CPUs takes heads of \[32, .*\] numbers, found 16; use"
+    ):
+        start(resolve_llm("mini"), eos=(1,))
 
 
 def test_two_engines_draw_different_samples_without_a_seed_of_a_request(start: Start, tied: Path) -> None:

@@ -74,10 +74,19 @@ TWO: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("runners", "finder"), [(0, {}), (1, {}), (0, {"lora": {"rank": 4}})])
-def test_each_policy_has_an_engine_that_follows_it(make: Make, runners: int, finder: dict[str, Any]) -> None:
+APART: dict[str, Any] = {"engine_config": {**VLLM["engine_config"], "distributed_executor_backend": "mp"}}
+
+
+@pytest.mark.parametrize(
+    ("runners", "finder", "more"),
+    [(0, {}, {}), (1, {}, {}), (0, {"lora": {"rank": 4}}, {}), (0, {}, APART)],
+    ids=["here", "remote", "adapters", "processes"],
+)
+def test_each_policy_has_an_engine_that_follows_it(
+    make: Make, runners: int, finder: dict[str, Any], more: dict[str, Any]
+) -> None:
     policies = {"finder": finder, "answerer": {"lr": 1e-3}}
-    algorithm = make(**{**VLLM, **TWO, "policies": policies}, num_env_runners=runners)
+    algorithm = make(**{**VLLM, **TWO, **more, "policies": policies}, num_env_runners=runners)
     for _ in range(2):
         result = row(algorithm)
         for agent in ("rewriter", "reranker", "answerer"):
@@ -151,7 +160,7 @@ def test_adapters_give_the_logprobs_of_peft(tmp_path: Path) -> None:
 
 def test_an_engine_that_hangs_ends_the_run_with_a_message(make: Make) -> None:
     """The worker process of the driver's own engine is stopped, as a lost GPU would stop it."""
-    algorithm = make(**{**VLLM, "engine_config": {**VLLM["engine_config"], "distributed_executor_backend": "mp"}})
+    algorithm = make(**VLLM | APART)
     row(algorithm)
     algorithm.env_runner.engine.watch.seconds = 5.0
     workers = [pid for pid, command in descendants(os.getpid()).items() if command.startswith("VLLM::Worker")]
@@ -177,4 +186,4 @@ def test_what_a_learner_declares_is_what_it_sends(make: Make) -> None:
     own = dict(policy.llm.named_parameters())
     assert sent.keys() == own.keys()
     assert all(torch.equal(sent[name], own[name]) for name in own)
-    assert isinstance(RunnersClient([], 1), VLLMWeightSyncClient)
+    assert isinstance(RunnersClient([], "default_policy", 1), VLLMWeightSyncClient)

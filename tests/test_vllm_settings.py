@@ -19,7 +19,10 @@ from tests.test_engines import plain_logprobs
 from tests.toys import toy_model, toy_tokenizer
 
 EXAMPLES = Path(__file__).parents[1] / "tuned_examples"
-GPU = {"engine": "vllm", "num_env_runners": 1, "num_gpus_per_env_runner": 0.4}
+GPU: dict[str, Any] = {
+    "engine": "vllm", "num_env_runners": 1, "num_gpus_per_env_runner": 0.4, "num_gpus_per_learner": 0.6,
+}  # fmt: skip
+SLEEP = {"enable_sleep_mode": True}
 
 
 @pytest.mark.parametrize(
@@ -29,28 +32,28 @@ GPU = {"engine": "vllm", "num_env_runners": 1, "num_gpus_per_env_runner": 0.4}
         ({"engine": "vllm", "engine_config": {"repetition_penalty": 1.1}}, r"engine_config\.repetition_penalty: sampl"),
         ({"engine_config": {"min_p": 0.1}}, r"engine_config\.min_p: samples"),
         ({"engine": "vllm", "engine_config": {"override_generation_config": {"top_k": 5}}}, "override_generation"),
+        (
+            {"engine": "vllm", "engine_config": {"watermark_config": {"seed": 1}}},
+            r"watermark_config: samples would not",
+        ),
         ({"engine": "vllm", "engine_config": {"seed": 1}}, r"engine_config\.seed: follows from the key 'seed'"),
         ({"engine": "vllm", "engine_config": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode: is not to be changed"),
         ({"engine": "vllm", "engine_config": {"gpu_memory_utilization": 40}}, "above 0 and at most 1, found 40"),
         ({"engine": "vllm", "engine_config": {"max_model_len": "4k"}}, "max_model_len: expected a whole"),
         ({"engine_config": {"max_batch_token": 9}}, "Did you mean 'max_batch_tokens'"),
-        ({"engine": "vllm", "opponents": {"answerer": "past"}}, "opponents: past needs the engine hf"),
+        ({**GPU, "weight_sync": "ipc", "opponents": {"answerer": "past"}}, r"past is made of weights in Ray's store"),
         ({"engine": "vllm", "engine_config": {"enable_sleep_mode": True}}, "num_gpus_per_env_runner above 0"),
         ({"weight_sync": "nccl"}, "weight_sync: nccl needs engine: vllm"),
         ({**GPU, "weight_sync": "nccl"}, "nccl cannot talk between two processes on one GPU"),
         ({**GPU, "weight_sync": "ipc", "sample_ahead": 1, "rollout_is_cap": 2.0}, "ipc cannot wait"),
+        ({**GPU, "weight_sync": "ipc", "num_gpus_per_learner": 0}, r"own GPUs alone, found num_gpus_per_learner 0 and"),
+        ({**GPU, "weight_sync": "ipc", "num_gpus_per_env_runner": 1}, r"num_gpus_per_env_runner 1; give each a part"),
+        ({**GPU, "weight_sync": "ipc", "policies": {"a": {}, "b": {"lora": {"rank": 4}}}}, "above 0, and no lora"),
         (
-            {**GPU, "weight_sync": "ipc", "policies": ["a", "b"]},
-            r"ipc moves the weights of one policy, found .*\['a', 'b'\]",
+            {**GPU, "policies": ["a", "b"], "engine_config": {**SLEEP, "distributed_executor_backend": "uni"}},
+            r"one engine a process, found uni and the policies \['a', 'b'\]",
         ),
-        (
-            {**GPU, "engine_config": {"enable_sleep_mode": True}, "policies": ["a", "b"]},
-            "sleep_mode: vLLM puts a whole",
-        ),
-        (
-            {**GPU, "engine_config": {"enable_sleep_mode": True}, "sample_ahead": 1, "rollout_is_cap": 2.0},
-            "cannot sleep",
-        ),
+        ({**GPU, "engine_config": SLEEP, "sample_ahead": 1, "rollout_is_cap": 2.0}, "cannot sleep"),
     ],
 )
 def test_settings_that_would_give_wrong_numbers_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -71,9 +74,18 @@ def test_examples_for_gpus_can_be_resolved(path: Path) -> None:
 
 
 def test_settings_of_gpus_pass() -> None:
-    shared = {**GPU, "weight_sync": "ipc", "engine_config": {"enable_sleep_mode": True}}
+    shared = {**GPU, "weight_sync": "ipc", "engine_config": SLEEP}
     apart = {**GPU, "weight_sync": "nccl", "num_learners": 1, "num_gpus_per_learner": 1, "num_gpus_per_env_runner": 2}
-    assert not any(MHGPOConfig.check(settings).shares_module for settings in (shared, apart))
+    for policies in ([], ["a", "b"]):
+        assert not any(MHGPOConfig.check({**way, "policies": policies}).shares_module for way in (shared, apart))
+
+
+@pytest.mark.parametrize("learners", [0, 1])
+def test_an_engine_in_the_main_process_is_given_its_gpus(learners: int) -> None:
+    asked = {**GPU, "num_env_runners": 0, "num_learners": learners}
+    bundles = [bundle.get("GPU", 0) for bundle in MHGPO.default_resource_request(asked).bundles]
+    assert bundles == ([0.4, 0.6] if learners else [1.0])
+    assert MHGPO.default_resource_request({**asked, "engine": "hf"}).required_resources["GPU"] == 0.6
 
 
 def test_a_given_response_is_scored_as_a_plain_forward_pass_scores_it() -> None:

@@ -284,15 +284,15 @@ class LLMConfig(AlgorithmConfig):
             offered["penalties"] = self.penalties
         return make_environment(self.env, offered, self.env_config)
 
-    def cast(self, engines: Mapping[str, Any], agents: Sequence[str]) -> Opponents:
-        """Returns the policies' engines, by policy, as one, with the opponents in their places.
+    def cast(self, engines: Mapping[str, Any], agents: Sequence[str], present: Any = None) -> Opponents:
+        """Returns the policies' engines, by policy, as one, with the opponents in their places; see :class:`Opponents`.
 
         Raises:
             ConfigError: an agent that follows no policy, or an opponent that cannot play.
         """
         check_followed(self, agents)
         own = {agent: engines.get(self.policy_of(agent), next(iter(engines.values()))) for agent in agents}
-        return Opponents(own, self.opponents, self.opponent_refresh)
+        return Opponents(own, self.opponents, self.opponent_refresh, present)
 
     def training(self, **settings: Any) -> Self:
         """Sets any of this package's keys, and those of RLlib's ``training()``."""

@@ -80,7 +80,7 @@ def join_rounds(rounds: Sequence[Generation], root: int) -> Generation:
     return Generation(
         last.agent, first.prompt, np.concatenate(tokens), np.concatenate(logprobs),
         truncated=any(each.truncated for each in rounds), path=last.path, team=last.team,
-        trained=all(each.trained for each in rounds), specific=sum(each.specific for each in rounds), shared=shared,
+        trained=first.trained, specific=sum(each.specific for each in rounds), shared=shared,
         metrics=mean_metrics(rounds), scores=last.scores, record=last.record, said=np.concatenate(said),
     )  # fmt: skip
 

@@ -55,9 +55,16 @@ class HandOver:
             published = self._stored()
         else:
             self._connect()
+            self._make_room()
             self.size = self.learners.each(_send)[0]
             published = Published({}, version, self.probes(), transferred=True)
+        self._make_room()
         self.difference = self.pool.hand_over(published)
+
+    def _make_room(self) -> None:
+        """Lets learners give back what their allocators keep of an update, where engines on their GPUs are to wake."""
+        if self.config.engine_config.get("enable_sleep_mode"):
+            self.learners.each(_release)
 
     def probes(self) -> list[Probe]:
         """Lets the learners score a fixed sequence, with each of the policies and adapters; collective."""
@@ -86,14 +93,14 @@ class HandOver:
         return Published(refs, self.version, self.probes())
 
     def _connect(self) -> None:
-        """Makes learners and runners one group, anew where a runner was replaced."""
+        """Makes learners and runners a group for each policy, anew where a runner was replaced."""
         actors = self.pool.actors
         if actors == self._connected:
             return
-        address = self.learners.each(_free_address)[0]
-        workers = max(1, int(self.config.num_gpus_per_env_runner))
-        client = RunnersClient(actors, workers)
-        self.learners.each(partial(_open, self.config.weight_sync, client, address, 1 + len(actors) * workers))
+        for policy in self.config.policy_names:
+            client = RunnersClient(actors, policy, self.pool.first(partial(_workers, policy)))
+            address = self.learners.each(_free_address)[0]
+            self.learners.each(partial(_open, self.config.weight_sync, client, address))
         self._connected = actors
 
 
@@ -119,15 +126,21 @@ def publish(learner: Any, bytes_at_once: int = 1 << 26) -> tuple[dict[str, list[
 
 
 class RunnersClient:
-    """The runners' engines as vLLM's trainer side sees them (``VLLMWeightSyncClient``).
+    """The runners' engines of a policy as vLLM's trainer side sees them (``VLLMWeightSyncClient``).
 
     Args:
         actors: the runners.
-        workers: processes of each one's engine.
+        policy: whose engines.
+        workers: processes of each of them.
     """
 
-    def __init__(self, actors: list[ActorHandle], workers: int) -> None:
-        self.actors, self.workers = actors, workers
+    def __init__(self, actors: list[ActorHandle], policy: str, workers: int) -> None:
+        self.actors, self.policy, self.workers = actors, policy, workers
+
+    @property
+    def processes(self) -> int:
+        """All that take part, with the learner that sends."""
+        return 1 + len(self.actors) * self.workers
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Lets every engine join; each needs ranks of its own in the group."""
@@ -136,7 +149,7 @@ class RunnersClient:
             init_info if first is None else {**init_info, "rank_offset": first + place * self.workers}
             for place in range(len(self.actors))
         ]
-        calls = [partial(_on_engine, "init_weight_transfer_engine", {"init_info": info}) for info in infos]
+        calls = [self._call("init_weight_transfer_engine", {"init_info": info}) for info in infos]
         ray.get([actor.apply.remote(call) for actor, call in zip(self.actors, calls, strict=True)])
 
     def start_weight_update(self) -> None:
@@ -152,7 +165,10 @@ class RunnersClient:
         self._all("finish_weight_update")
 
     def _all(self, method: str, *arguments: Any) -> None:
-        ray.get([actor.apply.remote(partial(_on_engine, method, *arguments)) for actor in self.actors])
+        ray.get([actor.apply.remote(self._call(method, *arguments)) for actor in self.actors])
+
+    def _call(self, method: str, *arguments: Any) -> partial[Any]:
+        return partial(_on_engine, self.policy, method, *arguments)
 
 
 class LearnerWeights:
@@ -174,6 +190,10 @@ class LearnerWeights:
             for name, tensor in self.module._named().items()
         ]
 
+    def sizes(self) -> list[int]:
+        """The bytes of each tensor."""
+        return [meta.dtype.itemsize * int(torch.Size(meta.shape).numel()) for meta in self.metadata()]
+
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self.module._named().items():
             with whole(tensor):
@@ -184,11 +204,13 @@ class LearnerWeights:
         return dtype
 
 
-def _on_engine(method: str, *call: Any) -> Any:
-    """Calls a method of vLLM on a runner; bound by ``partial``, so that the runner comes last."""
+def _on_engine(policy: str, method: str, *call: Any) -> Any:
+    """Calls a method of vLLM on a runner's engine of a policy; bound by ``partial``, so that the runner comes last."""
     *arguments, runner = call
     assert isinstance(runner, LLMEnvRunner)
-    engine: Any = runner.engine
+    engine: Any = runner.engines[policy]
+    if method == "init_weight_transfer_engine":
+        engine.llm.shutdown_weight_transfer_engine()  # a group with a runner that was lost
     if method == "start_weight_update":
         engine.wake("weights")
     return getattr(engine.llm, method)(*arguments)
@@ -200,25 +222,42 @@ def _free_address(learner: Any) -> tuple[str, int]:
         return ray.util.get_node_ip_address(), int(free.getsockname()[1])
 
 
-def _open(way: str, client: RunnersClient, address: tuple[str, int], processes: int, learner: Any) -> None:
-    """Opens the learner's end; the first one sends, the others gather with it."""
+def _workers(policy: str, runner: LLMEnvRunner) -> int:
+    """How many processes an engine has."""
+    engine: Any = runner.engines[policy]
+    return int(engine.llm.llm_engine.vllm_config.parallel_config.world_size)
+
+
+def _open(way: str, client: RunnersClient, address: tuple[str, int], learner: Any) -> None:
+    """Opens the learner's end for a policy; the first learner sends, the others gather with it."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-    if hasattr(learner, "transfer"):
-        learner.transfer.shutdown()
+    ends = learner.__dict__.setdefault("transfers", {})
+    if client.policy in ends:
+        ends.pop(client.policy).shutdown()
     rank = 0 if is_first() else 1 + learner._learner_index
-    info: Any = IPCTrainerInitInfo(rank=rank, packed=True)
-    if way == "nccl":
-        info = NCCLTrainerInitInfo(*address, processes, rank=rank)
-    learner.transfer = WeightTransferTrainerFactory.trainer_init(
-        info, client=client, source=LearnerWeights(learner.policy.module)
-    )
+    source = LearnerWeights(learner.policies[client.policy].module)
+    info: Any = NCCLTrainerInitInfo(*address, client.processes, rank=rank) if way == "nccl" else _ipc(rank, source)
+    ends[client.policy] = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
+
+
+def _ipc(rank: int, source: LearnerWeights) -> Any:
+    """What vLLM is told for IPC; its buffer must hold every tensor whole, and 1 GiB holds not all embeddings."""
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    room = max(IPCTrainerInitInfo.packed_buffer_size_bytes, *source.sizes())
+    return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=room)
+
+
+def _release(learner: Any) -> None:
+    torch.cuda.empty_cache()
 
 
 def _send(learner: Any) -> int:
-    """Sends the weights; returns their bytes."""
-    learner.transfer.send_weights()
-    numbers = (meta for meta in learner.transfer.source.metadata())
-    return sum(meta.dtype.itemsize * int(torch.Size(meta.shape).numel()) for meta in numbers)
+    """Sends the weights of every policy; returns their bytes."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # vLLM reads on streams of its own, which do not wait for the last step
+    for transfer in learner.transfers.values():
+        transfer.send_weights()
+    return sum(sum(transfer.source.sizes()) for transfer in learner.transfers.values())

@@ -17,6 +17,7 @@ from ray.rllib.callbacks.utils import make_callback
 from ray.rllib.core.learner.training_data import TrainingData
 from ray.rllib.utils.metrics import ENV_RUNNER_RESULTS, NUM_ENV_STEPS_SAMPLED_LIFETIME
 from ray.tune import PlacementGroupFactory
+from ray.util.debug import log_once
 from torch.profiler import record_function
 
 from rllib_mhgpo.alerts import new_alerts, numbers_by_path
@@ -48,6 +49,11 @@ class LLMAlgorithm(CheckpointedAlgorithm):
 
     _tokens_generated: int
     _staleness: int
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps RLlib from explaining how to leave its new API stack: these algorithms know no other."""
+        super().__init_subclass__(**kwargs)
+        log_once(f"{cls.__name__}_on_new_api_stack")
 
     # --- what a subclass gives -----------------------------------------------------------------------------------
 
@@ -142,14 +148,18 @@ class LLMAlgorithm(CheckpointedAlgorithm):
 
     @classmethod
     def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
-        """As RLlib's, but a learner in the main process takes no CPU of its own: fractions are possible."""
+        """As RLlib's, but what the main process runs is counted where it runs.
+
+        A learner there takes no CPU of its own, so that fractions are possible; an engine there takes its GPUs.
+        """
         request = super().default_resource_request(config)
         asked = cls.get_default_config().update_from_dict(config)
-        if asked.num_learners:
-            return request
         main, *others = request.bundles
-        bundles = [{**main, "CPU": asked.num_cpus_for_main_process}, *others]
-        return PlacementGroupFactory(bundles, strategy=request.strategy)
+        if not asked.num_learners:
+            main = {**main, "CPU": asked.num_cpus_for_main_process}
+        if asked.engine == "vllm" and not asked.num_env_runners:
+            main = {**main, "GPU": main.get("GPU", 0) + asked.num_gpus_per_env_runner}
+        return PlacementGroupFactory([main, *others], strategy=request.strategy)
 
     def setup(self, config: Any) -> None:
         """Builds runners and learner; in one process they share one module."""

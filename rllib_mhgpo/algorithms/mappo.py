@@ -109,17 +109,16 @@ class MAPPO(LLMAlgorithm):
         credit = self.rewards(flat, np.random.default_rng((self.run_seed, self.iteration)))
         prompts = self._critic_prompts(flat)
         values = self._values(flat, prompts)
-        gamma, lambda_ = self.config.gamma, self.config.lambda_
+        gamma, lambda_, counted = self.config.gamma, self.config.lambda_, self.counted(flat)
         if self.config.gae_level == "token":
             advantages = [gae(paid_at_end(g, r), v, gamma, lambda_) for g, r, v in zip(
                 (generation.num_tokens for generation in flat.generations), credit["reward"], values, strict=True
             )]  # fmt: skip
             returns = [a + v for a, v in zip(advantages, values, strict=True)]
         else:
-            advantages, returns = self._over_turns(flat, credit, values)
+            advantages, returns = self._over_turns(flat, credit, values, counted)
         group = by_question(flat)
         groups = group_advantages(credit["reward"], group, rounding=kl_rounding(flat, self.config))
-        counted = self.counted(flat)
         whitened = whiten(advantages, np.where(counted, flat.agent, -1))
         return {
             **credit, "group": group, "zero_std": groups.zero_std, "singleton": groups.singleton, "counted": counted,
@@ -169,16 +168,21 @@ class MAPPO(LLMAlgorithm):
         return prompts
 
     def _over_turns(
-        self, flat: FlatTrees, credit: Credit, values: Sequence[Floats]
+        self, flat: FlatTrees, credit: Credit, values: Sequence[Floats], counted: NDArray[np.bool_]
     ) -> tuple[list[Floats], list[Floats]]:
-        """Returns advantages and targets by token; a turn's value is that before its first token."""
+        """Returns advantages and targets by token; a turn's value is that before its first token.
+
+        Acts that are not trained are no turns: their values are nobody's targets.
+        """
         if not (flat.previous >= 0).any():
             raise ConfigError(
                 "config: gae_level: turn needs trajectories of several acts, found one act in each; use token."
             )
-        earned = credit["reward_specific"] + flat.shared[np.arange(len(flat.team)), flat.team]
         first = np.array([value[0] if len(value) else 0.0 for value in values])
-        turns = gae_over_turns(earned, first, flat.previous, self.config.gamma, self.config.lambda_)
+        turns = gae_over_turns(
+            flat.shared, credit["reward_specific"], first, flat.previous, flat.team,
+            self.config.gamma, self.config.lambda_, counted,
+        )  # fmt: skip
         advantages = [np.full(len(value), turn) for value, turn in zip(values, turns, strict=True)]
         returns = [np.full(len(value), np.nan) for value in values]
         for target, turn, value in zip(returns, turns, first, strict=True):
@@ -217,6 +221,8 @@ class MAPPOLearner(PolicyLearner):
 
     def step_beside(self, batch: TrainBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
         """Takes the critic's step; returns ``value_loss``, sums over response tokens."""
+        if not largest(len(rows), self._device):
+            return {}
         measured, micro = np.zeros(len(rows)), self.policy.micro
         body = replace(micro.work, head=0)  # its own head is one number
         for part, is_last in micro.in_step(batch, rows, batch.critic_prompts):
@@ -225,7 +231,7 @@ class MAPPOLearner(PolicyLearner):
             self.parallel[CRITIC].backward(self.config.vf_coeff * (losses * weight).sum(), is_last)
             if part.rows:
                 measured[part.sequences] = losses.detach().sum(1).double().cpu().numpy()
-        norm = self.step(CRITIC, is_empty=not largest(len(rows), self._device))
+        norm = self.step(CRITIC)
         self.critic_grad_norms += [] if norm is None else [norm]
         return {"value_loss": measured}
 
@@ -235,7 +241,7 @@ class MAPPOLearner(PolicyLearner):
         return values
 
     def _value_losses(self, laid: Laid) -> tuple[Tensor, Tensor]:
-        """Losses by token (b, R) and weights (b, 1) of a micro-batch."""
+        """Losses by token (b, R) and weights (b, 1) of a micro-batch; tokens with a target stand for those without."""
         batch, rows, _, mask = laid
         values, width = self._critic(laid), mask.shape[1]
         target, old = (
@@ -244,7 +250,9 @@ class MAPPOLearner(PolicyLearner):
         )
         losses = clipped_value_loss(values, old, target.nan_to_num(), self.config.value_clip)
         weight = torch.from_numpy(batch.weights[rows].astype(np.float32)).to(self._device)[:, None]
-        return losses.masked_fill(~(mask & target.isfinite()), 0.0), weight
+        known = mask & target.isfinite()
+        share = known.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        return losses.masked_fill(~known, 0.0) / share.clamp(min=1e-9), weight
 
 
 def paid_at_end(tokens: int, reward: float) -> Floats:

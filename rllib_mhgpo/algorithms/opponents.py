@@ -31,15 +31,25 @@ class Opponents:
         own: by agent, the engine of the policy that it follows.
         players: who plays each other agent, as the key ``opponents`` says.
         refresh: iterations after which ``past`` becomes the present policy.
+        present: makes an engine of transformers of the policy that an agent follows, as it is now, for policies whose
+            own engine is vLLM; None where policies stay as they are, so that ``past`` is the present policy too.
 
     Attributes:
-        past: by agent, the engine of its policy as it was.
+        past: by agent, the engine of its policy as it was, one a policy.
     """
 
-    def __init__(self, own: Mapping[str, HFEngine | VLLMEngine], players: Mapping[str, str], refresh: int) -> None:
-        self.own, self.refresh, self.period = own, refresh, -1
-        copies = {id(own[agent]): _copied(own[agent]) for agent, who in players.items() if who == PAST}
-        self.past = {agent: copies[id(own[agent])] for agent, who in players.items() if who == PAST}
+    def __init__(
+        self,
+        own: Mapping[str, HFEngine | VLLMEngine],
+        players: Mapping[str, str],
+        refresh: int,
+        present: Callable[[str], HFEngine] | None = None,
+    ) -> None:
+        self.own, self.refresh, self.present, self.period = own, refresh, present, -1
+        following = [agent for agent, who in players.items() if who == PAST and present is not None]
+        copies = {id(own[agent]): agent for agent in following}
+        engines = {key: self._copy(agent) for key, agent in copies.items()}
+        self.past = {agent: engines[id(own[agent])] for agent in following}
         sources = {agent: policy_source(who, agent) for agent, who in players.items() if who != PAST}
         made = {source: _player(source, own[agent]) for agent, source in sources.items()}
         others = {agent: made[source] for agent, source in sources.items()}
@@ -49,9 +59,25 @@ class Opponents:
         """Returns the engine for an iteration; in the first of each period the past policy becomes the present one."""
         if self.past and iteration // self.refresh != self.period:
             self.period = iteration // self.refresh
-            for agent, engine in self.past.items():
-                engine.model.load_state_dict(self.own[agent].model.state_dict())  # type: ignore[union-attr]  # both are hf
+            for agent, engine in {id(engine): (agent, engine) for agent, engine in self.past.items()}.values():
+                engine.model.load_state_dict(self._now(agent).model.state_dict())
         return self.engine
+
+    def _now(self, agent: str) -> HFEngine:
+        """The policy of an agent as it is: its own engine, or a new one that nothing else holds."""
+        own = self.own[agent]
+        if isinstance(own, HFEngine):
+            return own
+        assert self.present is not None
+        return self.present(agent)
+
+    def _copy(self, agent: str) -> HFEngine:
+        own, now = self.own[agent], self._now(agent)
+        if now is own:
+            now = copy.copy(now)
+            now.model = copy.deepcopy(now.model)
+        now.model.to(_device(own))
+        return now
 
     def state(self) -> dict[str, Tensor]:
         """Returns which period the past policies are of and their weights, by agent and name."""
@@ -89,11 +115,9 @@ def read_past(folder: Path) -> dict[str, Tensor] | None:
         raise CheckpointError(f"{folder / FILE}: the past opponents cannot be read: {error}.") from error
 
 
-def _copied(mine: HFEngine | VLLMEngine) -> HFEngine:
-    assert isinstance(mine, HFEngine), "past needs the engine hf"
-    past = copy.copy(mine)
-    past.model = copy.deepcopy(mine.model)
-    return past
+def _device(mine: HFEngine | VLLMEngine) -> torch.device:
+    """Where opponents compute: beside the policy."""
+    return mine.model.device if isinstance(mine, HFEngine) else torch.device("cuda" if mine.place.gpus else "cpu")
 
 
 def _player(who: str, mine: HFEngine | VLLMEngine) -> Engine:
@@ -121,8 +145,7 @@ def loaded(name: str, mine: HFEngine | VLLMEngine) -> HFEngine:
     model, tokenizer = load_model(name), load_tokenizer(name)
     if tokenizer.get_vocab() != mine.tokenizer.get_vocab():
         raise ConfigError(f"opponents: {name!r} has another tokenizer than the policy and cannot read its prompts.")
-    device = mine.model.device if isinstance(mine, HFEngine) else torch.device("cuda" if mine.place.gpus else "cpu")
-    engine = HFEngine(model.to(device), eos_ids(model, tokenizer), mine.dtype, tokenizer=tokenizer)
+    engine = HFEngine(model.to(_device(mine)), eos_ids(model, tokenizer), mine.dtype, tokenizer=tokenizer)
     engine.max_batch_tokens = getattr(mine, "max_batch_tokens", engine.max_batch_tokens)
     return engine
 

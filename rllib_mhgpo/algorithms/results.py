@@ -152,7 +152,7 @@ def mean_scores(trees: Sequence[RolloutTree], divisor: int | None = None) -> dic
     """
     scores = [g.scores for tree in trees for g in tree.generations if g.scores]
     names = list(dict.fromkeys([*SCORES, *(name for score in scores for name in score)]))
-    if divisor and not scores:
+    if divisor and not any(tree.generations for tree in trees):  # every trajectory was given up
         return dict.fromkeys(names, 0.0)
     return {name: _mean([score[name] for score in scores if name in score], divisor) for name in names}
 

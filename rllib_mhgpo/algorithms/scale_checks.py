@@ -131,38 +131,50 @@ def check_engine_place(config: "LLMConfig") -> None:
             "config: attn_implementation: flex_attention has kernels for the rows of an update on GPUs alone; set "
             "num_gpus_per_learner and engine: vllm, or leave it out."
         )
-    if config.engine == "vllm" and "past" in config.opponents.values():
+    if config.weight_sync != "store":
+        _check_weight_sync(config)
+    if config.engine_config.get("enable_sleep_mode"):
+        _check_sleep(config)
+
+
+def _check_weight_sync(config: "LLMConfig") -> None:
+    """Refuses vLLM's own ways of weights where they do not lead to the engines."""
+    way, learner, runner = config.weight_sync, config.num_gpus_per_learner, config.num_gpus_per_env_runner
+    if "past" in config.opponents.values():
         raise ConfigError(
-            "config: opponents: past needs the engine hf, which holds an earlier policy beside the present one; a "
-            "checkpoint or model folder plays with vllm too."
+            f"config: opponents: past is made of weights in Ray's store, found weight_sync: {way}; use store, or let a "
+            "checkpoint or model folder play."
         )
-    if len(config.policies) > 1 and config.weight_sync != "store":
+    adapters = any(config.get_config_for_module(name).lora for name in config.policy_names)
+    if config.engine != "vllm" or not config.num_env_runners or not runner or adapters:
         raise ConfigError(
-            f"config: weight_sync: {config.weight_sync} moves the weights of one policy, found policies "
-            f"{list(config.policies)}; store takes each to the engine of its own."
+            f"config: weight_sync: {way} needs engine: vllm, num_env_runners and num_gpus_per_env_runner above 0, and "
+            "no lora; store works everywhere."
         )
-    if config.weight_sync != "store" and (
-        config.engine != "vllm" or not config.num_env_runners or not config.num_gpus_per_env_runner or config.lora
-    ):
-        raise ConfigError(
-            f"config: weight_sync: {config.weight_sync} needs engine: vllm, num_env_runners and "
-            "num_gpus_per_env_runner above 0, and no lora; store works everywhere."
-        )
-    if config.weight_sync == "nccl" and min(config.num_gpus_per_env_runner, config.num_gpus_per_learner) < 1:
+    if way == "nccl" and min(runner, learner) < 1:
         raise ConfigError(
             "config: weight_sync: nccl cannot talk between two processes on one GPU; give learners and runners "
             "whole GPUs, or use ipc where they share them."
         )
-    if config.weight_sync != "store" and config.sample_ahead:
-        raise ConfigError(f"config: weight_sync: {config.weight_sync} cannot wait for runners that sample ahead.")
-    if not config.engine_config.get("enable_sleep_mode"):
-        return
+    if way == "ipc" and not (0 < learner < 1 and runner < 1):
+        raise ConfigError(
+            f"config: weight_sync: ipc reaches engines on the learners' own GPUs alone, found num_gpus_per_learner "
+            f"{learner:g} and num_gpus_per_env_runner {runner:g}; give each a part of a GPU, such as 0.6 and 0.4, or "
+            "use nccl or store."
+        )
+    if config.sample_ahead:
+        raise ConfigError(f"config: weight_sync: {way} cannot wait for runners that sample ahead.")
+
+
+def _check_sleep(config: "LLMConfig") -> None:
+    """Refuses engines that could not sleep."""
     if not config.num_gpus_per_env_runner:
         raise ConfigError("config: engine_config.enable_sleep_mode: expected num_gpus_per_env_runner above 0.")
-    if len(config.policies) > 1:
+    if len(config.policies) > 1 and config.engine_config.get("distributed_executor_backend") == "uni":
         raise ConfigError(
-            f"config: engine_config.enable_sleep_mode: vLLM puts a whole process to sleep, found the engines of "
-            f"policies {list(config.policies)} in it; leave it out, or use one policy with lora.adapters."
+            "config: engine_config.distributed_executor_backend: with enable_sleep_mode vLLM holds one engine a "
+            f"process, found uni and the policies {list(config.policies)}; leave it out, and each engine has processes "
+            "of its own."
         )
     if config.sample_ahead:
         raise ConfigError("config: engine_config.enable_sleep_mode: an engine that samples ahead cannot sleep.")

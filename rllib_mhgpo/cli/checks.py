@@ -30,7 +30,10 @@ def check(name: str, experiment: Experiment) -> type:
     algorithm = run if isinstance(run, type) else resolve_algorithm(run)
     refuse_hidden_grids(experiment["config"], f"{name}: config")
     check_search(experiment, name)
+    from rllib_mhgpo.cli.stops import check_stop
+
     try:
+        check_stop(experiment, is_own(algorithm))
         for config in variants(experiment["config"]):
             check_config(algorithm, config)
     except MHGPOError as error:
@@ -38,12 +41,26 @@ def check(name: str, experiment: Experiment) -> type:
     return algorithm
 
 
+def is_own(algorithm: type) -> bool:
+    """True for the algorithms of this package."""
+    return algorithm.__module__.startswith("rllib_mhgpo.")
+
+
 def variants(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the config of each combination of ``grid_search`` values, at any depth; other spaces are drawn from."""
+    return (each for _, each in named_variants(config))
+
+
+def named_variants(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields :func:`variants`, each with the values that tell it from the others in words."""
     from ray.tune.search.variant_generator import generate_variants
 
-    for _, spec in islice(generate_variants({"config": searched(dict(config))}), MOST_VARIANTS):
-        yield spec["config"]
+    for found, spec in islice(generate_variants({"config": searched(dict(config))}), MOST_VARIANTS):
+        values = {".".join(map(str, path[1:])): value for path, value in found.items()}
+        yield (
+            ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items()),
+            spec["config"],
+        )
 
 
 def peek(name: str, algorithm: Any, experiment: Experiment) -> None:
@@ -58,6 +75,15 @@ def peek(name: str, algorithm: Any, experiment: Experiment) -> None:
             peek_environment(made.env, made.env_config)
         except MHGPOError as error:
             raise type(error)(f"{name}: {error}") from None
+
+
+def unread(algorithm: Any, experiment: Experiment) -> str:
+    """Says which words of a first question a small policy has no token for; empty where all is well or not known."""
+    if not is_own(algorithm):
+        return ""
+    from rllib_mhgpo.cli.env_checks import unread_at_first
+
+    return unread_at_first(algorithm.get_default_config().update_from_dict(next(variants(experiment["config"]))))
 
 
 def refuse_hidden_grids(value: Any, place: str) -> None:

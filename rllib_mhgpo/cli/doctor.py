@@ -62,9 +62,8 @@ def configurations(path: Path, changes: list[str]) -> Iterator[Any]:
     Raises:
         ConfigError: the file does not describe an experiment of this package.
     """
-    from rllib_mhgpo.cli.checks import check, variants
+    from rllib_mhgpo.cli.checks import check, is_own, variants
     from rllib_mhgpo.cli.experiments import change, load_experiments
-    from rllib_mhgpo.cli.launch import is_own
 
     for name, experiment in load_experiments(path).items():
         for assignment in changes:

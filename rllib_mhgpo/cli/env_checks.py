@@ -16,13 +16,14 @@ import numpy as np
 from pettingzoo import AECEnv
 from pettingzoo.test import api_test, seed_test
 
-from rllib_mhgpo.algorithms.evaluation import System
+from rllib_mhgpo.algorithms.evaluation import System, assemble
 from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.credit import AGGREGATIONS, group_advantages, propagate
 from rllib_mhgpo.engines import Prompt
 from rllib_mhgpo.errors import MHGPOError
 from rllib_mhgpo.forks import copy_env
 from rllib_mhgpo.llms import load_tokenizer
+from rllib_mhgpo.llms.names import SHIPPED
 from rllib_mhgpo.sampling import ForkOnFirst, Options
 from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.tree import TEAM, Generation, RolloutTree, flatten
@@ -188,25 +189,53 @@ def forks_apart(system: System, roots: Sequence[int]) -> str:
 
 def keeps_words(system: System, roots: Sequence[int]) -> str:
     """Looks for words that the tokenizer does not know, and decodes and encodes every prompt."""
-    tokenizer = getattr(system.env.unwrapped, "tokenizer", None) or load_tokenizer(system.config.llm)
+    tokenizer = tokenizer_of(system)
     count, changed, spaces = 0, 0, system.env.observation_space
+    for env, agent, ids in reads(system, roots):
+        if not spaces(agent).contains(ids):
+            raise Failure(f"agent {agent!r}: what it reads is not in its observation space {spaces(agent)}")
+        if fault := unread(system, env, agent, ids):
+            raise Failure(f"{fault}; use words of its vocabulary{_words(tokenizer)}, or another llm")
+        again = tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
+        count, changed = count + 1, changed + (list(again) != ids.tolist())
+    return f"{count} prompts, of which {count - changed} survive decoding and encoding; no word is unknown"
+
+
+def tokenizer_of(system: System) -> Any:
+    """The tokenizer that made the environment's prompts."""
+    return getattr(system.env.unwrapped, "tokenizer", None) or load_tokenizer(system.config.llm)
+
+
+def reads(system: System, roots: Sequence[int]) -> Iterator[tuple[AECEnv, str, Tokens]]:
+    """Plays roots; yields the environment, who is to act and what it reads, before every act."""
     for root in roots:
         env = begun(system, root)
-        for _ in turns(system, env):
-            agent = env.agent_selection
-            ids = np.asarray(env.observe(agent))
-            if not spaces(agent).contains(ids):
-                raise Failure(f"agent {agent!r}: what it reads is not in its observation space {spaces(agent)}")
-            if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-                raise Failure(
-                    f"agent {agent!r} reads words that the tokenizer of {system.config.llm!r} does not know"
-                    f"{unknown_words(env, agent, tokenizer)}; use words of its vocabulary{_words(tokenizer)}, or "
-                    "another llm"
-                )
-            again = tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"]
-            count, changed = count + 1, changed + (list(again) != ids.tolist())
-            env.step(respond(system, env, count))
-    return f"{count} prompts, of which {count - changed} survive decoding and encoding; no word is unknown"
+        for turn in turns(system, env):
+            yield env, env.agent_selection, np.asarray(env.observe(env.agent_selection))
+            env.step(respond(system, env, turn + 1))
+
+
+def unread(system: System, env: AECEnv, agent: str, ids: Tokens) -> str:
+    """Says which words of what an agent reads have no token; empty where all have."""
+    tokenizer = tokenizer_of(system)
+    if tokenizer.unk_token_id is None or tokenizer.unk_token_id not in ids:
+        return ""
+    known = f"agent {agent!r} reads words that the tokenizer of {system.config.llm!r} does not know"
+    return known + unknown_words(env, agent, tokenizer)
+
+
+def unread_at_first(config: Any) -> str:
+    """Says which words of a first question have no token of a policy that ships, for these know few; else empty.
+
+    Whatever keeps the environment from being played, the run itself will say.
+    """
+    if not set(config.llms.values()) <= set(SHIPPED):
+        return ""
+    config = config.update_from_dict({"engine": "hf", "engine_config": {}, "opponents": {}})
+    with contextlib.suppress(Exception):
+        system = assemble(config, config.llms, config.env_config)
+        return next(filter(None, (unread(system, *read) for read in reads(system, [0]))), "")
+    return ""
 
 
 def _words(tokenizer: Any) -> str:

@@ -8,7 +8,6 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,12 +42,6 @@ CHECKPOINT_KEYS = (
     "checkpoint_score_attribute",
     "checkpoint_score_order",
 )
-STOPS = (
-    "training_iteration", "time_total_s", "timesteps_total", "num_env_steps_sampled_lifetime", "dev/f1", "dev/em",
-    "dev/acc", "train/f1", "reward", "env_runners/episode_return_mean",
-)  # fmt: skip
-"""Columns that usually stop a run."""
-
 OLD_CHECKPOINT_KEYS = {
     "checkpoint_freq": "checkpoint_frequency",
     "checkpoint_at_end": "checkpoint_at_end",
@@ -106,9 +99,6 @@ def normalise(spec: Any, source: str) -> Experiment:
     for key, value in made["stop"].items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{source}: stop: {key}: expected a number, found {value!r}.")
-        # any column of a result may stop a run; a slip in these would let it run for ever
-        if key not in STOPS and get_close_matches(key, STOPS, n=1, cutoff=0.85):
-            raise ConfigError(f"{source}: stop: no column {key!r}.{did_you_mean(key, STOPS)}")
     for key in ("scheduler", "search_alg"):
         if key in made:
             made[key] = named(made[key], f"{source}: {key}")

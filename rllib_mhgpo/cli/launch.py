@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from rllib_mhgpo.algorithms.registration import register
-from rllib_mhgpo.cli.checks import variants
+from rllib_mhgpo.cli.checks import is_own, variants
 from rllib_mhgpo.cli.experiments import Experiment
 from rllib_mhgpo.cli.loggers import make_loggers
 from rllib_mhgpo.cli.resuming import forget_decisions, places_of, require_earlier_run
@@ -150,6 +150,9 @@ def _tune(name: str, experiment: Experiment, algorithm: type, options: RunOption
     from pyarrow import ArrowInvalid
     from ray import tune
 
+    from rllib_mhgpo.cli.failures import own_message
+    from rllib_mhgpo.cli.stops import Stops
+
     storage = storage_of(experiment, options)
     # a kill costs the iteration at work, and what ended less than these seconds before
     os.environ.setdefault("TUNE_GLOBAL_CHECKPOINT_S", "10" if "://" in (storage or "") else "1")
@@ -166,12 +169,13 @@ def _tune(name: str, experiment: Experiment, algorithm: type, options: RunOption
             **(metric_of(experiment) if is_search(experiment) else {}),
             resume="AUTO+ERRORED" if options.resume else None,
             verbose=options.verbosity,
-            callbacks=[progress, *make_loggers(options.loggers, name)],
+            callbacks=[progress, Stops(is_own(algorithm)), *make_loggers(options.loggers, name)],
             raise_on_failed_trial=False,
             **{key: experiment[key] for key in PASSED_ON if key in experiment},
         )
     except (tune.TuneError, OSError, ArrowInvalid) as error:
-        raise ConfigError(f"{name}: Tune cannot run it: {error}") from error
+        said = own_message(str(error)) or f"Tune cannot run it: {error}"
+        raise ConfigError(f"{name}: {said}") from error
     return list(analysis.trials)
 
 
@@ -202,11 +206,6 @@ def config_for(algorithm: type, experiment: Experiment) -> dict[str, Any]:
 def is_search(experiment: Experiment) -> bool:
     """True where a scheduler or a search algorithm compares trials."""
     return bool(experiment.get("scheduler") or experiment.get("search_alg"))
-
-
-def is_own(algorithm: type) -> bool:
-    """True for the algorithms of this package."""
-    return algorithm.__module__.startswith("rllib_mhgpo.")
 
 
 def require_resources(experiment: Experiment, algorithm: Any) -> None:

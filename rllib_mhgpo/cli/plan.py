@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rllib_mhgpo.cli.experiments import change, load_experiments
 from rllib_mhgpo.errors import ConfigError, ModelError
@@ -56,8 +57,8 @@ def plan(
     ] = None,
 ) -> None:
     """Show memory by process, what travels, and what Ray is asked for; say what does not fit."""
-    from rllib_mhgpo.cli.checks import check, variants
-    from rllib_mhgpo.cli.launch import is_own, prepare
+    from rllib_mhgpo.cli.checks import check, is_own
+    from rllib_mhgpo.cli.launch import prepare
 
     prepare(0)
     console = Console()
@@ -68,31 +69,31 @@ def plan(
         algorithm: Any = check(name, experiment)
         if not is_own(algorithm):
             raise ConfigError(f"plan: {name} runs {algorithm.__name__}; expected an algorithm of this package.")
-        settings = next(variants(experiment["config"]))
-        fits &= show(console, name, algorithm, settings, gpu_gb * 1e9 or gpu_memory())
+        fits &= show(console, name, algorithm, experiment["config"], gpu_gb * 1e9 or gpu_memory())
     raise typer.Exit(0 if fits else 1)
 
 
 def show_plan(name: str, algorithm: Any, config: Mapping[str, Any]) -> None:
-    """Prints what an experiment needs on stderr, that of the first combination where there are several."""
-    from rllib_mhgpo.cli.checks import variants
-    from rllib_mhgpo.cli.launch import is_own
+    """Prints what an experiment needs on stderr."""
+    from rllib_mhgpo.cli.checks import is_own
 
     console = Console(stderr=True)
     if not is_own(algorithm):
         return
     try:
-        show(console, name, algorithm, next(variants(config)), gpu_memory())
+        show(console, name, algorithm, config, gpu_memory())
     except ModelError as error:  # a model of another build trains all the same
         console.print(f"no plan of memory: {error}")
 
 
-def show(console: Console, name: str, algorithm: Any, settings: Mapping[str, Any], gpu_bytes: float) -> bool:
-    """Prints the plan of one experiment; returns whether all of it fits."""
-    config = algorithm.get_default_config().update_from_dict(dict(settings))
-    config.validate()
-    found = list(processes(config))
-    console.print(f"{name}: memory of a process, GB", markup=False)
+def show(console: Console, name: str, algorithm: Any, searched: Mapping[str, Any], gpu_bytes: float) -> bool:
+    """Prints the plan of one experiment, of a sweep's combination that needs most; returns whether all of them fit."""
+    plans = list(combinations(algorithm, searched))
+    label, settings, config, found = max(
+        plans, key=lambda each: sum(p.count * (p.total + p.offloaded) for p in each[3])
+    )
+    which = f" [{label}], the most of {len(plans)} combinations" if len(plans) > 1 else ""
+    console.print(f"{name}{which}: memory of a process, GB", markup=False, soft_wrap=True)
     table = Table()
     table.add_column()
     for process in found:
@@ -106,10 +107,31 @@ def show(console: Console, name: str, algorithm: Any, settings: Mapping[str, Any
     console.print(table)
     for line in (*traffic(config), requested(algorithm, settings)):
         console.print(line)
-    faults = list(misfits(found, gpu_bytes))
-    for fault in faults:
-        console.print(f"[bold red]does not fit:[/] {fault}")
+    faults = {fault: each[0] for each in plans for fault in misfits(each[3], gpu_bytes)}
+    for fault, where in faults.items():
+        console.print("[bold red]does not fit:[/]", Text(f"{where}: {fault}" if where else fault))
     return not faults
+
+
+def combinations(
+    algorithm: Any, searched: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any], Any, list[Process]]]:
+    """Yields each combination of a sweep: its values in words, its settings, its configuration and its processes."""
+    from rllib_mhgpo.cli.checks import named_variants
+
+    for label, settings in named_variants(_chosen(searched)):
+        config = algorithm.get_default_config().update_from_dict(settings)
+        config.validate()
+        yield label, settings, config, list(processes(config))
+
+
+def _chosen(value: Any) -> Any:
+    """Makes every ``choice`` a grid: what any of its values needs counts."""
+    if isinstance(value, list):
+        return [_chosen(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    return {"grid_search" if [*value] == ["choice"] else key: _chosen(inner) for key, inner in value.items()}
 
 
 def _gb(size: float) -> str:

@@ -235,7 +235,18 @@ def engine_checks(bench: Bench, whose: str = "") -> Iterator[Finding]:
         return
     try:
         module, engine = _policy(bench.config)
-        learner = HFEngine(module.llm, module.eos_ids, module.dtype)
+    except MHGPOError as error:
+        yield Finding(f"engine{whose}", "fail", str(error), "see docs/models.md")
+        return
+    try:
+        yield from _compared(bench, module, engine, whose)
+    finally:
+        engine.close()
+
+
+def _compared(bench: Bench, module: LLMRLModule, engine: HFEngine | VLLMEngine, whose: str) -> Iterator[Finding]:
+    learner = HFEngine(module.llm, module.eos_ids, module.dtype)
+    try:
         first = _first_batch(bench, engine, learner)
     except MHGPOError as error:
         yield Finding(f"engine{whose}", "fail", str(error), "see docs/models.md")

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,7 +141,7 @@ def run(
     if algo is None:
         raise ConfigError("train: expected --algo NAME, or `rllib train file FILE`; see rllib train --help.")
     spec = {"run": algo, "config": read_json(config, "--config"), "num_samples": num_samples}
-    name = "_".join([algo, chosen["env"]] if chosen["env"] else [algo]).replace("/", "-")
+    name = re.sub(r'[/<>:"\\|?*]', "-", "_".join([algo, chosen["env"]] if chosen["env"] else [algo]))  # a folder's
     start({name: normalise(spec, "command line")}, chosen)
 
 
@@ -191,7 +192,7 @@ def start(experiments: dict[str, Experiment], chosen: Mapping[str, Any]) -> None
     )
     check_loggers(options.loggers)
     prepare(options.verbosity)
-    from rllib_mhgpo.cli.checks import check, peek, resolved
+    from rllib_mhgpo.cli.checks import check, peek, resolved, unread
     from rllib_mhgpo.cli.plan import show_plan
 
     algorithms = {name: check(name, experiment) for name, experiment in experiments.items()}
@@ -202,6 +203,9 @@ def start(experiments: dict[str, Experiment], chosen: Mapping[str, Any]) -> None
             peek(name, algorithms[name], experiment)
             show_plan(name, algorithms[name], experiment["config"])
         return
+    for name, experiment in experiments.items():
+        if said := unread(algorithms[name], experiment):
+            typer.echo(f"warning: {name}: {said}.", err=True)
     raise typer.Exit(launch(experiments, algorithms, options, Console()))
 
 

@@ -17,7 +17,7 @@ EXAMPLES = """
 
 
 def trees(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A trial's folder, or an experiment's with one trial.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A trial's folder, or an experiment's: its last trial.")],
     iteration: Annotated[
         list[int] | None, typer.Option(help="Only this iteration; 0 is before training. Repeatable.", min=0)
     ] = None,
@@ -29,9 +29,12 @@ def trees(
     """Write one page of the rollouts that a run kept: questions, trees, prompts and responses."""
     check_out(out)
     from rllib_mhgpo.views.page import write_page
-    from rllib_mhgpo.views.trees import tree_page
+    from rllib_mhgpo.views.trees import last_trial, tree_page
 
-    page, shown, found = tree_page(run, iteration, question)
+    trial = last_trial(run).folder
+    if trial != run.expanduser().resolve():
+        typer.echo(f"the last run: {trial}", err=True)
+    page, shown, found = tree_page(trial, iteration, question)
     write_page(out, page)
     left = f" of {found}; narrow it with --iteration or --question" if shown < found else ""
     typer.echo(f"{out}: {shown} trees{left}")

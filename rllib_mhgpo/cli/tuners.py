@@ -117,10 +117,15 @@ def check_search(experiment: Experiment, source: str) -> None:
 
 
 def best_trials(trials: Sequence[Any], metric: str, mode: str) -> list[tuple[Any, float]]:
-    """Returns the trials that have reported the metric with the best value of each, best first."""
+    """Returns the trials that have reported the metric with the best value of each, best first.
+
+    A dev score counts for nothing where dev was evaluated before training alone.
+    """
     sign = 1 if mode == "max" else -1
     found = []
     for trial in trials:
+        if metric.startswith("dev/") and (trial.last_result or {}).get("dev", {}).get("iteration") == 0:
+            continue
         numbers = (trial.metric_analysis or {}).get(metric, {})
         if mode in numbers and numbers[mode] == numbers[mode]:
             found.append((trial, float(numbers[mode])))
@@ -142,6 +147,10 @@ def table_of_best(trials: Sequence[Any], names: Sequence[str], metric: str, mode
         names: the places that were searched, as :func:`places` gives them.
     """
     best = best_trials(trials, metric, mode)[:MOST_ROWS]
+    if not best and metric.startswith("dev/"):
+        other = metric.replace("dev/", "train/", 1)
+        said = f"No trial has evaluated {metric} since its start; by {other}, of sampled answers:"
+        return [said, *table_of_best(trials, names, other, mode)]
     if not best:
         return [f"No trial has reported {metric}; name another column as `metric`."]
     rows = [("", metric, "iterations", "trial", "checkpoint")]

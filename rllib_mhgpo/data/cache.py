@@ -17,7 +17,7 @@ from rllib_mhgpo.errors import DataError
 
 #: Files of fewer bytes are read anew each time.
 SMALL = 16 << 20
-_VERSION = "1"
+_VERSION = "2"
 
 
 def cache_folder() -> Path:

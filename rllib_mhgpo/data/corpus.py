@@ -38,13 +38,15 @@ class Corpus(Sequence[Passage]):
     itself. ``source`` says where it comes from, ``repeats`` how many exact repeats were left out when it was made.
 
     Raises:
-        DataError: for a table of other columns or without a row.
+        DataError: for a table of other columns, with nulls, or without a row.
     """
 
     def __init__(self, table: pa.Table, source: str) -> None:
         found = [(field.name, field.type) for field in table.schema]
         if found not in ([(field.name, field.type) for field in schema] for schema in (SCHEMA, _NAMED)):
             raise DataError(f"{source}: expected text columns title, text; found {table.schema.to_string()}.")
+        if empty := next((name for name in table.schema.names if table.column(name).null_count), None):
+            raise DataError(f"{source}: expected a text in every row, found null under {empty!r}. Write it as ''.")
         if table.num_rows == 0:
             raise DataError(f"{source}: holds no passages; expected at least one.")
         self.table = table
@@ -184,16 +186,17 @@ def _batch(block: list[tuple[str, str, str]], before: int, source: str) -> pa.Re
         return pa.record_batch([pa.array(column, pa.string()) for column in zip(*block, strict=True)], schema=_NAMED)
     except UnicodeEncodeError as error:
         for number, passage in enumerate(block, start=before + 1):
-            if not all(_is_text(field) for field in passage):
+            if not all(is_unicode(field) for field in passage):
                 raise DataError(
                     f"{source}: passage {number} holds half a character; expected valid Unicode. Mend it."
                 ) from error
         raise
 
 
-def _is_text(field: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Whether the text can be written down: it holds no half of a surrogate pair."""
     try:
-        field.encode()
+        text.encode()
     except UnicodeEncodeError:
         return False
     return True

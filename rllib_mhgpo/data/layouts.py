@@ -16,6 +16,7 @@ _IDS = ("_id", "id", "question_id", "qid")
 _GOLDS = ("answer", "answers", "golden_answers")
 _ALIASES = ("answer_aliases", "aliases")
 _PASSAGES = ("context", "paragraphs")
+_PARAGRAPH = ("idx", "title", "paragraph_text", "is_supporting")
 _KEYS = ("question", "supporting_facts", "type", "level", "metadata", *_IDS, *_GOLDS, *_ALIASES, *_PASSAGES)
 
 
@@ -51,6 +52,23 @@ def has_passages(record: Any) -> bool:
     return any(key in record or (isinstance(inner, dict) and key in inner) for key in _PASSAGES)
 
 
+def check_case(place: str, record: Record, known: Sequence[str]) -> None:
+    """Refuses a key that differs from a known one in letter case alone, which would be ignored in silence.
+
+    Raises:
+        DataError: naming both.
+    """
+    for key in record:
+        if key not in known and key.lower() in known and key.lower() not in record:
+            found = keys_of(record)
+            raise DataError(f"{place}: expected key {key.lower()!r}, found {key!r} (keys found: {found}). Rename it.")
+
+
+def keys_of(record: Record) -> str:
+    """The record's first keys, for a message."""
+    return ", ".join(map(repr, list(record)[:8])) + (", …" if len(record) > 8 else "") or "none"
+
+
 def described(value: Any) -> str:
     """Type and value, cut to a length that fits a message."""
     shown = ascii(value) if len(ascii(value)) <= 60 else ascii(value)[:57] + "..."
@@ -59,9 +77,7 @@ def described(value: Any) -> str:
 
 def _check_keys(place: str, record: Record, require_context: bool) -> None:
     found = ", ".join(map(repr, record)) or "none"
-    for key in record:
-        if key not in _KEYS and key.lower() in _KEYS and key.lower() not in record:
-            raise DataError(f"{place}: expected key {key.lower()!r}, found {key!r} (keys found: {found}). Rename it.")
+    check_case(place, record, _KEYS)
     wanted: list[tuple[str, Sequence[str], str]] = [
         ("question", ("question",), " Use a file of questions."),
         ("answer", _GOLDS, " Use a file with answers."),
@@ -115,7 +131,7 @@ def _id(place: str, record: Record, number: str) -> str:
 
 def _answers(place: str, record: Record) -> Iterator[str]:
     """The golds, then the aliases, each once."""
-    if record.get("answerable") is False:
+    if not _truth(place, "answerable", record, True):
         raise DataError(
             f"{place}: a question that its passages do not answer (answerable: false); expected one with an answer."
             " Use the answerable part of the data set."
@@ -143,25 +159,41 @@ def _context(place: str, record: Record) -> tuple[tuple[tuple[str, tuple[str, ..
                 f" found {described(paragraph)}."
             )
     context = tuple((paragraph["title"], (paragraph["paragraph_text"],)) for paragraph in paragraphs)
-    marked = [position for position, paragraph in enumerate(paragraphs) if paragraph.get("is_supporting") is True]
-    numbers = _numbers(place, paragraphs)
-    steps = record.get("question_decomposition")
-    hops = [
-        numbers[step["paragraph_support_idx"]]
-        for step in (steps if isinstance(steps, list) else [])
-        if isinstance(step, dict)
-        and isinstance(step.get("paragraph_support_idx"), int)
-        and step["paragraph_support_idx"] in numbers
-    ]
+    marked = [i for i, paragraph in enumerate(paragraphs) if _truth(place, "is_supporting", paragraph, False)]
+    hops = _hops(place, record, _numbers(place, paragraphs))
     return context, tuple(dict.fromkeys([*hops, *marked]))
+
+
+def _hops(place: str, record: Record, numbers: Mapping[int, int]) -> Iterator[int]:
+    """The positions of the paragraphs that the question's steps name."""
+    key = "question_decomposition"
+    for step in [] if record.get(key) is None else _list(place, key, record):
+        number = step.get("paragraph_support_idx") if isinstance(step, dict) else False
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise DataError(
+                f"{place}: {key!r}: expected objects with a whole number or null under"
+                f" 'paragraph_support_idx', found {described(step)}."
+            )
+        if number in numbers:
+            yield numbers[number]
+
+
+def _truth(place: str, key: str, record: Record, default: bool) -> bool:
+    value = record.get(key)
+    if isinstance(value, bool | None):
+        return default if value is None else value
+    raise DataError(f"{place}: {key!r}: expected true or false, found {described(value)}.")
 
 
 def _numbers(place: str, paragraphs: Sequence[Record]) -> dict[int, int]:
     """The position of each paragraph by the number that the record gives it."""
     numbers: dict[int, int] = {}
     for position, paragraph in enumerate(paragraphs):
+        check_case(place, paragraph, _PARAGRAPH)
         number = paragraph.get("idx", position)
-        if not isinstance(number, int) or numbers.setdefault(number, position) != position:
+        if isinstance(number, bool) or not isinstance(number, int) or numbers.setdefault(number, position) != position:
             raise DataError(
                 f"{place}: 'paragraphs': expected a whole number under 'idx', each once, found {described(number)}."
             )

@@ -6,24 +6,28 @@ told by the content of the file, and a line that cannot be a passage is named.
 - TSV with a header of ``id``, ``text``, ``title`` in any order (DPR), or without one ``id``, ``Title: … Text: …``;
 - JSON lines or an array of ``id``, ``contents``: title and text parted by a line end (FlashRAG, Search-R1) or a tab
   (Pyserini); or of ``title`` and ``text``, a text or a list of sentences; or of KILT's pages, a passage each paragraph;
-- one object of titles and their sentences;
+- one object of titles and their sentences, alone in its file;
 - question files: the questions' own passages.
 """
 
 import csv
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rllib_mhgpo.data.layouts import described, has_passages, id_of, to_question
+from rllib_mhgpo.data.layouts import check_case, described, has_passages, id_of, keys_of, to_question
 from rllib_mhgpo.data.questions import join_sentences
-from rllib_mhgpo.data.records import iterate_records
+from rllib_mhgpo.data.records import is_array, iterate_records
 from rllib_mhgpo.data.streams import stream_lines, stream_text
-from rllib_mhgpo.errors import DataError
+from rllib_mhgpo.errors import DataError, did_you_mean
 
 _IDS = ("id", "_id", "docid", "pid", "passage_id")
+_TEXTS = ("title", "text", "contents")
+_KEYS = (*_TEXTS, "wikipedia_title", "wikipedia_id", *_IDS)
+_FEW = 10  # keys: in an object of fewer, 'Text' is the key of a text; among more titles it may be one of them
 _TITLED = re.compile(r"Title:[ \t]*(?P<title>.*?)[ \t]*Text:\s*(?P<text>.*)", re.DOTALL)
 _HEADING = re.compile(r"Section::::")
 
@@ -113,19 +117,18 @@ def _titled(path: Path, lines: Iterator[tuple[int, str]]) -> Iterator[Found]:
 def _cells(line: str, count: int) -> list[str] | None:
     """The line's cells, None where they are not ``count``: a cell in whole quotes is unquoted, a stray quote stays."""
     cells = line.split("\t")
+    if any(cell[:1] == '"' and not _is_quoted(cell) for cell in cells):
+        with suppress(csv.Error):  # a stray quote
+            quoted = next(csv.reader([line], delimiter="\t", strict=True), [])
+            if len(quoted) < len(cells):  # a tab inside quotes
+                return quoted if len(quoted) == count else None
     if len(cells) != count:
-        try:
-            cells = next(csv.reader([line], delimiter="\t"), [])  # a tab inside quotes
-        except csv.Error:
-            return None
-        return cells if len(cells) == count else None
-    return [_unquoted(cell) for cell in cells]
+        return None
+    return [cell[1:-1].replace('""', '"') if _is_quoted(cell) else cell for cell in cells]
 
 
-def _unquoted(cell: str) -> str:
-    if len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in cell[1:-1].replace('""', ""):
-        return cell[1:-1].replace('""', '"')
-    return cell
+def _is_quoted(cell: str) -> bool:
+    return len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in cell[1:-1].replace('""', "")
 
 
 def _uneven(path: Path, number: int, count: int, line: str) -> DataError:
@@ -143,8 +146,18 @@ def _from_records(path: Path) -> Iterator[Found]:
     place, first = next(records, (str(path), None))
     if first is None:
         raise DataError(f"{path}: holds no passages; expected at least one.")
-    reader = _reader(place, first)
-    return (found for place, record in chain([(place, first)], records) for found in reader(place, record))
+    second = next(records, None)
+    read = [(place, first), *([] if second is None else [second])]
+    alone = second is None and not is_array(path)
+    reader = _of_titles if alone and _holds_titles(first) else _reader(place, first)
+    return (found for place, record in chain(read, records) for found in reader(place, record))
+
+
+def _holds_titles(record: Any) -> bool:
+    """Whether the object's keys are titles and its values their sentences."""
+    if not isinstance(record, dict) or not all(_sentences(value) is not None for value in record.values()):
+        return False
+    return len(record) >= _FEW or not any(key.lower() in (*_KEYS, "question") for key in record)
 
 
 def _reader(place: str, record: Any) -> Callable[[str, Any], Iterator[Found]]:
@@ -155,14 +168,20 @@ def _reader(place: str, record: Any) -> Callable[[str, Any], Iterator[Found]]:
             return _of_page
         if ("title" in record and "text" in record) or "contents" in record:
             return _of_record
-        if record and all(_sentences(value) is not None for value in record.values()) and "question" not in record:
-            return _of_titles
         if "question" in record:
             raise DataError(f"{place}: expected passages, found a question without any: {described(record)}.")
     raise DataError(
         f"{place}: expected a passage (keys 'title' and 'text', or 'contents'), a page of KILT, one object of titles"
-        f" and sentences, or a question with passages; found {described(record)}."
+        f" and sentences alone in its file, or a question with passages; found {_found(record)}"
     )
+
+
+def _found(record: Any) -> str:
+    """What was found in the place of a passage, and what its keys may have meant."""
+    if not isinstance(record, dict):
+        return f"{described(record)}."
+    strange = (key.lower() for key in record if key not in _TEXTS)
+    return f"keys {keys_of(record)}." + next(filter(None, (did_you_mean(key, _TEXTS) for key in strange)), "")
 
 
 def _of_question(place: str, record: Any) -> Iterator[Found]:
@@ -174,20 +193,23 @@ def _of_question(place: str, record: Any) -> Iterator[Found]:
 def _of_record(place: str, record: Any) -> Iterator[Found]:
     if not isinstance(record, dict):
         raise DataError(f"{place}: expected a passage (a JSON object), found {described(record)}.")
+    check_case(place, record, _KEYS)
     if isinstance(record.get("title"), str) and (text := _sentences(record.get("text"))) is not None:
         yield Found(_source_id(place, record), record["title"], text)
         return
     contents = record.get("contents")
     if not isinstance(contents, str):
-        found = ", ".join(map(repr, record)) or "none"
         raise DataError(
-            f"{place}: expected a passage with texts under 'title' and 'text', or under 'contents'; found keys {found}."
+            f"{place}: expected a passage with texts under 'title' and 'text', or under 'contents'; found"
+            f" {_found(record)}"
         )
     yield Found(_source_id(place, record), *split_contents(contents))
 
 
 def _of_page(place: str, record: Any) -> Iterator[Found]:
     """A page of KILT: the title again, then headings, then paragraphs; headings are no passages."""
+    if isinstance(record, dict):
+        check_case(place, record, _KEYS)
     match record:
         case {"wikipedia_title": str(title), "text": [*paragraphs]} if all(isinstance(p, str) for p in paragraphs):
             id_ = _source_id(place, {"id": record.get("wikipedia_id", record.get("_id", ""))})
@@ -203,11 +225,8 @@ def _of_page(place: str, record: Any) -> Iterator[Found]:
 
 
 def _of_titles(place: str, record: Any) -> Iterator[Found]:
-    for title, value in record.items() if isinstance(record, dict) else ():
-        text = _sentences(value)
-        if text is None:
-            raise DataError(f"{place}: {title!r}: expected sentences, found {described(value)}.")
-        yield Found("", title, text)
+    for title, value in record.items():
+        yield Found("", title, _sentences(value) or "")
 
 
 def _sentences(value: Any) -> str | None:

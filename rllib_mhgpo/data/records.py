@@ -46,6 +46,13 @@ def iterate_records(path: Path) -> Iterator[tuple[str, Any]]:
     return _array(path, text) if text.ahead() == "[" else _lines(path)
 
 
+def is_array(path: Path) -> bool:
+    """Whether the file's first mark opens an array."""
+    text = _Text(stream_text(path))
+    text.skip()
+    return text.ahead() == "["
+
+
 class _Text:
     """A window on a text that is read piece by piece: what lies before ``position`` is forgotten at the next piece."""
 

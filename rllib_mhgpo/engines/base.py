@@ -62,3 +62,7 @@ class Engine(Protocol):
             held: what engines keep of prompts that have one bound together.
         """
         return nullcontext()
+
+    def close(self) -> None:
+        """Gives back what it holds beside its model, by default nothing; it generates no more."""
+        return

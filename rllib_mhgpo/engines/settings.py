@@ -8,7 +8,7 @@ from rllib_mhgpo.errors import ConfigError, did_you_mean
 RESHAPING = (
     "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "logit_bias", "logits_processors", "bad_words", "allowed_token_ids", "min_tokens", "thinking_token_budget",
-    "override_generation_config", "generation_config", "speculative_config",
+    "override_generation_config", "generation_config", "speculative_config", "watermark_config",
 )  # fmt: skip
 """Settings under which an engine does not sample from the distribution that the learner computes."""
 

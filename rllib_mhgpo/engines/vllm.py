@@ -63,8 +63,10 @@ class Placement:
             room = {"kv_cache_memory_bytes": CPU_CACHE_BYTES, "block_size": CPU_BLOCK}
             return {"enforce_eager": True, **room, **whole}
         parallel = max(1, int(self.gpus))
-        several = {"tensor_parallel_size": parallel, "distributed_executor_backend": "mp"} if parallel > 1 else {}
-        return {"gpu_memory_utilization": round(0.9 * min(1.0, self.gpus), 3), **several}
+        split = {"tensor_parallel_size": parallel} if parallel > 1 else {}
+        # on GPUs vLLM's scratch memory, and the memory that can sleep, belong to a process and serve one engine in it
+        apart = {"distributed_executor_backend": "mp"} if split or self.engines > 1 else {}
+        return {"gpu_memory_utilization": round(0.9 * min(1.0, self.gpus), 3), **split, **apart}
 
 
 @dataclass
@@ -103,6 +105,8 @@ class VLLMEngine(Engine):
         self.adapters = AdapterFolders(self.lora) if self.lora else None
         self.asleep, self.watch = False, Watch(self.patience_s)
         self.llm = self._start()
+        if not self.place.gpus:
+            refuse_heads(self.llm.llm_engine.vllm_config.model_config)
         self.llm.llm_engine.step = self.watch.follow(self.llm.llm_engine.step)
 
     def _start(self) -> Any:
@@ -129,7 +133,7 @@ class VLLMEngine(Engine):
                         "max_model_len": self.context,
                     },
                 )
-            except (ValueError, RuntimeError, OSError) as error:
+            except (ValueError, RuntimeError, OSError, AssertionError) as error:
                 raise EngineError(f"engine: vLLM could not start on {self.model}: {_first(error)}") from error
 
     @property
@@ -192,13 +196,19 @@ class VLLMEngine(Engine):
     def sleep(self) -> None:
         """Gives up the GPU's memory until the next weights, where ``enable_sleep_mode`` says so."""
         if self.sleeps and not self.asleep:
-            self.llm.sleep(level=1 if self.adapters else 2)
+            self._guarded(lambda: self.llm.sleep(level=1 if self.adapters else 2))
             self.asleep = True
 
     def wake(self, part: str) -> None:
         """Takes back the memory of the ``weights`` or of the ``kv_cache``."""
         if self.asleep:
-            self.llm.wake_up(tags=[part])
+            self._guarded(lambda: self.llm.wake_up(tags=[part]))
+
+    def close(self) -> None:
+        """Ends vLLM's engine, whose memory and processes the next one in this process may need."""
+        engine = self.llm.llm_engine
+        del self.llm
+        engine.engine_core.shutdown()
 
     @property
     def _in_process(self) -> bool:
@@ -247,7 +257,7 @@ class VLLMEngine(Engine):
                 return call()
         except EngineError:
             raise
-        except (EngineDeadError, RuntimeError, MemoryError, TimeoutError) as error:
+        except (EngineDeadError, RuntimeError, MemoryError, TimeoutError, AssertionError) as error:
             raise EngineError(f"engine: vLLM failed: {_first(error)}") from error
 
     def _completion(self, output: Any) -> Completion:
@@ -260,6 +270,22 @@ class VLLMEngine(Engine):
             )
         ids = np.array(found.token_ids, np.int32)
         return Completion(ids, logprobs.astype(np.float32), found.finish_reason == "length")
+
+
+def refuse_heads(model_config: Any) -> None:
+    """Refuses a model that vLLM would load and then not compute with, for want of a kernel for its attention on a CPU.
+
+    Raises:
+        ConfigError: which widths of heads there are kernels for.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    width, known = model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if width not in known:
+        raise ConfigError(
+            f"config: llm: {model_config.model}: vLLM's attention on CPUs takes heads of {known} numbers, found "
+            f"{width}; use engine: hf, or a GPU."
+        )
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:

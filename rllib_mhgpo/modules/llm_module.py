@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from ray.rllib.core.columns import Columns
 from ray.rllib.core.rl_module.torch import TorchRLModule
+from ray.util.debug import log_once
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -28,6 +29,7 @@ from rllib_mhgpo.packing import Sharing
 from rllib_mhgpo.sharding import is_sharded, whole
 
 WEIGHTS = "*.safetensors"
+log_once("RLModule(config=[RLModuleConfig object])")  # RLlib makes the object that it warns of for every module, itself
 
 
 class LLMRLModule(TorchRLModule):
@@ -226,8 +228,13 @@ class LLMRLModule(TorchRLModule):
         self.take_weights(state)
 
     def take_weights(self, weights: Mapping[str, Any]) -> None:
-        """Copies some of the weights, arrays or tensors by name, into the model."""
+        """Copies some of the weights, arrays or tensors by name, into the model.
+
+        Those of :meth:`weights` are taken too: merged ones go into the frozen model below the adapters.
+        """
         named = self._named()
+        if self.lora is not None and self.lora["send"] == "merged":
+            named |= {name: tensor for name, tensor, _ in merging(self.llm)}
         with torch.no_grad():
             for name, given in weights.items():
                 with whole(named[name], writer=0):

@@ -21,6 +21,7 @@ CACHE_SIZE = 8_192  # texts are kept, not rows
 _SHARE = 64  # queries an actor gets at least, where there are so many
 _AHEAD = 2  # requests of this process that an actor holds at most
 _RESTARTS = 3
+_OPENING_S = 300.0  # in which the index must be opened, where timeout_s is less: an index is not read as fast as asked
 
 
 class IndexActor:
@@ -48,7 +49,8 @@ class ActorRetriever(BaseRetriever):
     """Asks ``actors`` Ray actors that hold the index of a folder; all processes of a Ray session share them.
 
     Queries are dealt over the actors; each holds two requests of this process at most. A dead actor is restarted by
-    Ray, or started anew where the process that started it has ended, and asked again, three times.
+    Ray, or started anew where the process that started it has ended, and asked again, three times. An index that cannot
+    be opened is refused at once.
 
     Args:
         folder: of the index, to be found on every node.
@@ -56,6 +58,10 @@ class ActorRetriever(BaseRetriever):
         timeout_s: after which an answer is not waited for any longer.
         cache_size: queries remembered by this process.
         options: of :func:`open_retriever`: ``gpu``, ``device``.
+
+    Raises:
+        ConfigError: for values that cannot be used, or without Ray.
+        RetrievalError: when an actor cannot be started or cannot open the index.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class ActorRetriever(BaseRetriever):
         name = sha256(repr((self.folder, self._meta, sorted(options.items()))).encode()).hexdigest()[:16]
         self._names, self._options = [f"rllib-mhgpo-{name}-{i}" for i in range(actors)], options
         self.actors = [self._actor(name) for name in self._names]
+        self._deal([[]] * actors, 1, max(self._timeout, _OPENING_S))  # no queries: only whether the index is there
 
     @property
     def corpus_fingerprint(self) -> str:
@@ -89,18 +96,9 @@ class ActorRetriever(BaseRetriever):
         started = time.perf_counter()
         share = max(_SHARE, -(-len(queries) // len(self.actors)))
         parts = [list(queries[begin : begin + share]) for begin in range(0, len(queries), share)]
-        found: dict[int, list[list[Passage]]] = {}
-        at_work: dict[Any, tuple[int, int]] = {}
-        until, self._replaced = time.monotonic() + self._timeout, 0
-        for number, part in enumerate(parts):
-            while len(at_work) >= _AHEAD * len(self.actors):
-                self._gather(at_work, found, parts, until, k)
-            actor = self._least_busy(at_work)
-            at_work[self.actors[actor].search.remote(part, k)] = (number, actor)
-        while at_work:
-            self._gather(at_work, found, parts, until, k)
+        found = self._deal(parts, k, self._timeout)
         self.counts.search_s += time.perf_counter() - started
-        return [hits for number in range(len(parts)) for hits in found[number]]
+        return found
 
     def passages(self, found: Sequence[Sequence[Passage]]) -> list[list[Passage]]:
         """What was found is passages already."""
@@ -115,6 +113,20 @@ class ActorRetriever(BaseRetriever):
             ).remote(self.folder, self._options)
         except ray.exceptions.RayError as error:
             raise RetrievalError(f"{self.folder}: no actor can be started for it: {error}") from error
+
+    def _deal(self, parts: Sequence[Sequence[str]], k: int, timeout: float) -> list[list[Passage]]:
+        """The answers to all parts' queries, each part dealt to the actor that has the fewest."""
+        found: dict[int, list[list[Passage]]] = {}
+        at_work: dict[Any, tuple[int, int]] = {}
+        until, self._patience, self._replaced = time.monotonic() + timeout, timeout, 0
+        for number, part in enumerate(parts):
+            while len(at_work) >= _AHEAD * len(self.actors):
+                self._gather(at_work, found, parts, until, k)
+            actor = self._least_busy(at_work)
+            at_work[self.actors[actor].search.remote(list(part), k)] = (number, actor)
+        while at_work:
+            self._gather(at_work, found, parts, until, k)
+        return [hits for number in range(len(parts)) for hits in found[number]]
 
     def _least_busy(self, at_work: dict[Any, tuple[int, int]]) -> int:
         loads = [sum(actor == number for _, actor in at_work.values()) for number in range(len(self.actors))]
@@ -134,7 +146,7 @@ class ActorRetriever(BaseRetriever):
             for reference in at_work:
                 ray.cancel(reference, force=False)
             raise RetrievalError(
-                f"{self.folder}: no answer of {len(self.actors)} actors in {self._timeout:g} s."
+                f"{self.folder}: no answer of {len(self.actors)} actors in {self._patience:g} s."
                 " Raise timeout_s, or take more actors."
             )
         number, actor = at_work.pop(ready[0])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from rllib_mhgpo.data import Passage
+from rllib_mhgpo.data.corpus import is_unicode
 from rllib_mhgpo.errors import RetrievalError
 
 CACHE_SIZE = 65_536
@@ -106,12 +107,3 @@ class BaseRetriever(ABC):
 def passage_texts(passages: Iterable[Passage]) -> list[str]:
     """What an encoder reads of each passage: the title's line, then the text."""
     return [f"{passage.title}\n{passage.text}" if passage.title else passage.text for passage in passages]
-
-
-def is_unicode(text: str) -> bool:
-    """Whether the text can be written down: it holds no half of a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

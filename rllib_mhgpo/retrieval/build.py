@@ -28,6 +28,7 @@ RECIPE = ("pooling", "cosine", "query_prefix", "passage_prefix", "max_tokens", "
 _SERVED = ("http://", "https://")
 #: What their values are; the others are checked where they are used.
 _VALUES: dict[str, tuple[str, type]] = {
+    "pooling": ("a text", str),
     "cosine": ("true or false", bool),
     "query_prefix": ("a text", str),
     "passage_prefix": ("a text", str),
@@ -149,7 +150,7 @@ def _options(spec: Spec) -> dict[str, Any]:
     for key in options:
         if key not in _KEYS:
             known = ", ".join(_KEYS)
-            raise ConfigError(f"retriever: unknown key {key!r}; expected {known}.{did_you_mean(key, _KEYS)}")
+            raise ConfigError(f"retriever: unknown key {key!r}; expected {known}.{did_you_mean(str(key), _KEYS)}")
         wanted, kind = _VALUES.get(key, ("", object))
         value = options[key]
         if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or options[key] < 1)):

@@ -179,6 +179,8 @@ def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
         raise RetrievalError(f"{folder}: holds a whole index already. Remove it or choose another folder.")
     if (folder / BUILDING).is_file():
         begun = read_json(folder / BUILDING)
+        if not isinstance(begun, dict):
+            raise RetrievalError(f"{folder / BUILDING}: was changed: {begun!r:.80}. Remove the folder and begin anew.")
         for key, value in plan.items():
             if begun.get(key) != value:
                 raise RetrievalError(
@@ -247,7 +249,10 @@ def _build_dense(
 def _fill(folder: Path, corpus: Corpus, encoder: Encoder, encode: Encode, report: Report) -> NDArray[np.float32]:
     """The vectors of all passages, on disk; those of places that are marked are there already."""
     places = -(-len(corpus) // PLACE)
-    vectors = _mapped(folder / VECTORS, np.dtype(np.float32), (len(corpus), encoder.width))
+    shape = (len(corpus), encoder.width)
+    if not _has_size(folder / VECTORS, 4 * shape[0] * shape[1]):
+        (folder / FILLED).unlink(missing_ok=True)  # which marks places of vectors that are gone
+    vectors = _mapped(folder / VECTORS, np.dtype(np.float32), shape)
     filled = _mapped(folder / FILLED, np.dtype(np.uint8), (places,))
     missing = np.flatnonzero(np.asarray(filled) == 0).tolist()
     done = len(corpus) - sum(min(PLACE, len(corpus) - place * PLACE) for place in missing)
@@ -262,10 +267,14 @@ def _fill(folder: Path, corpus: Corpus, encoder: Encoder, encode: Encode, report
     return np.asarray(vectors)
 
 
+def _has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
 def _mapped(path: Path, kind: np.dtype[Any], shape: tuple[int, ...]) -> Any:
     size = int(np.prod(shape)) * kind.itemsize
     try:
-        if not (path.is_file() and path.stat().st_size == size):
+        if not _has_size(path, size):
             with path.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, size)  # a full disk says so now, and does not kill the process
         return np.memmap(path, dtype=kind, mode="r+", shape=shape)

@@ -32,7 +32,7 @@ class Recipe:
 
     ``pooling`` is ``mean`` (over the tokens that are not padding) or ``cls`` (the first token's state); ``cosine``
     compares by cosine, else by inner product; the prefixes are put before each text; texts longer than
-    ``max_tokens`` tokens are cut.
+    ``max_tokens`` tokens, or than the model has positions for, are cut.
     """
 
     pooling: str = "mean"
@@ -70,6 +70,12 @@ class HFEncoder:
             raise ConfigError(f"retriever: device {device!r}: cannot be used ({told}). Leave it out.") from error
         self.width = int(self._model.config.hidden_size)
         self.cosine = self.recipe.cosine
+        self._max_tokens = int(min(self.recipe.max_tokens, _positions(self._model)))
+        if self._max_tokens <= (own := self._tokenizer.num_special_tokens_to_add()):
+            raise RetrievalError(
+                f"{folder}: max_tokens {self._max_tokens}: expected more than the {own} tokens that the tokenizer puts"
+                " around a text. Raise it."
+            )
 
     @cached_property
     def fingerprint(self) -> str:
@@ -106,7 +112,7 @@ class HFEncoder:
 
     def _pooled(self, texts: list[str]) -> torch.Tensor:
         tokens = self._tokenizer(
-            texts, padding=True, truncation=True, max_length=self.recipe.max_tokens, return_tensors="pt"
+            texts, padding=True, truncation=True, max_length=self._max_tokens, return_tensors="pt"
         ).to(self._device)
         states = self._model(**tokens).last_hidden_state  # (B, T, width)
         return _POOLINGS[self.recipe.pooling](states, tokens["attention_mask"])
@@ -145,7 +151,7 @@ def read_recipe(folder: Path) -> Recipe:
     E5 models are told by their name where the files give no prompts: their queries and passages are prefixed.
 
     Raises:
-        RetrievalError: for a module that does more than pool and normalise.
+        RetrievalError: for a file that is damaged, or a module that does more than pool and normalise.
     """
     config = _json(folder / "config.json")
     if not config:
@@ -153,7 +159,7 @@ def read_recipe(folder: Path) -> Recipe:
             f"{folder}: expected a Hugging Face model folder, found no config.json. Name such a folder."
         )
     own = _json(folder / "config_sentence_transformers.json")
-    prompts = own.get("prompts") or {}
+    prompts = _prompts(folder / "config_sentence_transformers.json", own)
     is_e5 = any(_E5.search(name.lower()) for name in (folder.name, str(config.get("_name_or_path", ""))))
     modules = list(_modules(folder))
     names = [name for name, _ in modules]
@@ -162,19 +168,31 @@ def read_recipe(folder: Path) -> Recipe:
         cosine="Normalize" in names or own.get("similarity_fn_name") == "cosine" or (is_e5 and not names),
         query_prefix=prompts.get("query") or ("query: " if is_e5 else ""),
         passage_prefix=prompts.get("document") or prompts.get("passage") or ("passage: " if is_e5 else ""),
-        max_tokens=_max_tokens(folder, config),
+        max_tokens=_max_tokens(folder),
     )
 
 
+def _prompts(path: Path, own: dict[str, Any]) -> dict[str, Any]:
+    prompts = own.get("prompts") or {}
+    if isinstance(prompts, dict) and all(isinstance(prompt, str | None) for prompt in prompts.values()):
+        return prompts
+    raise _damaged(path, f"texts by name under 'prompts', found {prompts!r:.80}")
+
+
 def _modules(folder: Path) -> Iterator[tuple[str, str]]:
-    for module in _json(folder / "modules.json") or []:
-        name = str(module["type"]).rpartition(".")[2]
+    path = folder / "modules.json"
+    for module in _json(path, list):
+        match module:
+            case {"type": str(type_), "path": str(place)}:
+                name = type_.rpartition(".")[2]
+            case _:
+                raise _damaged(path, f"modules with texts under 'type' and 'path', found {module!r:.80}")
         if name not in ("Transformer", "Pooling", "Normalize"):
             raise RetrievalError(
                 f"{folder}: modules.json names a module {name!r}; expected Transformer, Pooling and Normalize alone."
                 " Choose an encoder without it."
             )
-        yield name, str(module["path"])
+        yield name, place
 
 
 def _pooling(folder: Path) -> str:
@@ -184,25 +202,61 @@ def _pooling(folder: Path) -> str:
     return "+".join(names.get(mode, mode) for mode in chosen) or str(config.get("pooling_mode", "mean"))
 
 
-def _max_tokens(folder: Path, config: dict[str, Any]) -> int:
-    limits = (
-        _json(folder / "sentence_bert_config.json").get("max_seq_length"),
-        _json(folder / "tokenizer_config.json").get("model_max_length"),
-        config.get("max_position_embeddings"),
-    )
-    return int(min([limit for limit in limits if limit] or [512]))
+def _max_tokens(folder: Path) -> int:
+    """The least of the limits that the files give; 512 where none does."""
+    limits = []
+    for name, key in (
+        ("sentence_bert_config.json", "max_seq_length"),
+        ("tokenizer_config.json", "model_max_length"),
+        ("config.json", "max_position_embeddings"),
+    ):
+        limit = _json(folder / name).get(key)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int | float)):
+            raise _damaged(folder / name, f"a number of tokens under {key!r}, found {limit!r:.80}")
+        if limit and 0 < limit < 1 << 30:  # tokenizers write 1e30 where they know none
+            limits.append(limit)
+    return int(min(limits, default=512))
 
 
-def _json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def _json(path: Path, kind: type[dict[str, Any] | list[Any]] = dict) -> Any:
+    """The object or list that a file of the folder holds, an empty one where there is no such file."""
+    if not path.is_file():
+        return kind()
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, f"JSON, found: {error}") from error
+    if not isinstance(value, kind):
+        raise _damaged(path, f"a JSON {'object' if kind is dict else 'array'}, found {value!r:.80}")
+    return value
+
+
+def _damaged(path: Path, what: str) -> RetrievalError:
+    return RetrievalError(f"{path}: expected {what}. Fetch the model's folder again, or mend the file.")
+
+
+def _positions(model: Any) -> float:
+    """How many tokens the model has positions for; in RoBERTa's kind those up to the padding's are no token's."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return float("inf")
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    padding = getattr(table, "padding_idx", None)
+    return limit if padding is None else limit - padding - 1
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model, loaded = AutoModel.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise RetrievalError(f"{folder}: expected a model with weights and tokenizer, found: {error}") from error
+    except Exception as error:  # whatever Transformers, Safetensors and Torch make of the folder's files
+        told = " ".join(str(error).split())[:300]
+        raise RetrievalError(
+            f"{_to_blame(folder)}: expected a model with weights and tokenizer, found: {told}. Use the folder that the"
+            " model was saved in."
+        ) from error
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise RetrievalError(f"{folder}: expected an encoder, found a model that decodes too. Use a sentence encoder.")
     missing = [name for name in loaded["missing_keys"] if "pooler" not in name]  # the pooler is not used
     if missing:
         raise RetrievalError(
@@ -214,3 +268,13 @@ def _load(folder: Path) -> tuple[Any, Any]:
             f"{folder}: expected a tokenizer with a padding token, found none. Use a sentence encoder."
         )
     return tokenizer, model
+
+
+def _to_blame(folder: Path) -> Path:
+    """The first file that is not JSON, by which Transformers does not call it; else the folder."""
+    for path in sorted(folder.glob("*.json")):
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return path
+    return folder

@@ -18,9 +18,10 @@ from hashlib import sha256
 from typing import Any
 
 from rllib_mhgpo.data import Passage
+from rllib_mhgpo.data.corpus import is_unicode
 from rllib_mhgpo.data.passages import split_contents
 from rllib_mhgpo.errors import ConfigError, RetrievalError
-from rllib_mhgpo.retrieval.base import BaseRetriever, is_unicode
+from rllib_mhgpo.retrieval.base import BaseRetriever
 
 CACHE_SIZE = 8_192  # texts are kept, not rows
 _AT_ONCE = 512  # queries a request

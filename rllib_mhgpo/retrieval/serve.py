@@ -11,11 +11,12 @@ from threading import Lock
 from typing import Any
 
 from rllib_mhgpo.data import Passage
-from rllib_mhgpo.errors import ConfigError, MHGPOError
+from rllib_mhgpo.errors import ConfigError, MHGPOError, did_you_mean
 from rllib_mhgpo.retrieval.base import BaseRetriever
 
 _LARGEST = 64 << 20  # bytes of a request
 _DEFAULT_K = 10
+_KEYS = ("queries", "topk", "return_scores")
 
 
 def make_server(retriever: BaseRetriever, host: str = "127.0.0.1", port: int = 0) -> ThreadingHTTPServer:
@@ -51,7 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             queries, k, scored = self._asked()
         except (ValueError, TypeError, RecursionError) as error:
-            self._send(400, {"error": f"expected queries and topk, found: {error}"})
+            self._send(400, {"error": f"expected {', '.join(_KEYS)}; found: {error}"})
             return
         try:
             found = self.answer(queries, k)
@@ -71,12 +72,18 @@ class _Handler(BaseHTTPRequestHandler):
         request = json.loads(self.rfile.read(length))
         if not isinstance(request, dict):
             raise TypeError("no JSON object")
-        queries, k = request.get("queries"), request.get("topk") or _DEFAULT_K
+        for key in request:
+            if key not in _KEYS:
+                raise ValueError(f"the key {key!r}.{did_you_mean(key, _KEYS)}")
+        queries, k, scored = map(request.get, _KEYS)
+        k = _DEFAULT_K if k is None else k
         if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
             raise TypeError("no list of texts under 'queries'")
-        if isinstance(k, bool) or not isinstance(k, int):
-            raise TypeError(f"topk {k!r}")
-        return queries, k, bool(request.get("return_scores"))
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise TypeError(f"topk {k!r}, which is no whole number of at least 1")
+        if not isinstance(scored, bool | None):
+            raise TypeError(f"return_scores {scored!r}, which is neither true nor false")
+        return queries, k, bool(scored)
 
     def _send(self, status: int, answer: dict[str, Any]) -> None:
         body = json.dumps(answer).encode()

@@ -171,10 +171,18 @@ def read_meta(folder: Path) -> dict[str, Any]:
         found = meta.get("format") if isinstance(meta, dict) else meta
         raise RetrievalError(f"{folder / META}: expected format {_FORMAT!r}, found {found!r}. Index anew.")
     wrong = [key for key, kind in _READ.items() if not isinstance(meta.get(key), kind)]
-    wrong = wrong or [name for name, told in meta["files"].items() if not isinstance(told, list) or len(told) != 2]
+    wrong = wrong or [name for name, told in meta["files"].items() if not _is_sum(told)]
     if wrong:
         raise RetrievalError(f"{folder / META}: {wrong[0]!r} is missing or was changed. Index anew.")
     return meta
+
+
+def _is_sum(told: Any) -> bool:
+    """Whether these are the size and the checksum of a file."""
+    match told:
+        case [int(), str()]:
+            return True
+    return False
 
 
 def check_files(folder: Path, meta: Mapping[str, Any], up_to: float = float("inf")) -> None:

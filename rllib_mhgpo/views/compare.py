@@ -12,6 +12,8 @@ from rllib_mhgpo.views.runs import Trial
 
 IDLE = ("seed", "num_cpus_for_main_process")
 """Parameters in which trials of one group may differ."""
+OF_ANSWERS = ("dev/f1", "dev/em", "dev/acc", "dev/avg")
+"""Scores of single questions that lie between 0 and 1."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,9 @@ def _short(key: str, value: Any) -> str:
 def mean_and_error(group: Group, column: str) -> tuple[float, float]:
     """Returns the mean of the last numbers and its standard error.
 
-    Over seeds where there are several (divisor n - 1); of one seed over the questions, sqrt(p (1 - p) / n), which is
-    exact for scores that are 0 or 1 and the most it can be for others. NaN where it is not known.
+    Over seeds where there are several (divisor n - 1); of one seed and a score of answers, which lies between 0 and 1,
+    over the questions: sqrt(p (1 - p) / n), exact for scores that are 0 or 1 and the most it can be for others. NaN
+    where it is not known.
     """
     values = np.array(group.last(column))
     if not len(values):
@@ -74,6 +77,6 @@ def mean_and_error(group: Group, column: str) -> tuple[float, float]:
     if len(values) > 1:
         return mean, float(values.std(ddof=1) / sqrt(len(values)))
     questions = group.last("dev/questions")
-    if not column.startswith("dev") or not questions or questions[0] < 1 or not 0 <= mean <= 1:
+    if column not in OF_ANSWERS or not questions or questions[0] < 1:
         return mean, nan
     return mean, sqrt(mean * (1 - mean) / questions[0])

@@ -320,7 +320,9 @@ function episode(end) {
 // --- start -----------------------------------------------------------------------------------------------------------
 
 listIterations();
+open = trees.find((tree) => `${tree.split} ${tree.iteration}` === $("iteration").value);
 listQuestions();
+draw();
 for (const id of ["iteration", "filter"]) {
   $(id).addEventListener("change", () => {
     if (id === "iteration" && open) {

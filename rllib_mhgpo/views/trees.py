@@ -23,7 +23,7 @@ Key = tuple[str, int, int]
 
 
 def tree_page(run: Path, iterations: Sequence[int] | None, question: str | None) -> tuple[str, int, int]:
-    """Makes the page of one run.
+    """Makes the page of one run, the last of a folder of several.
 
     Args:
         iterations: only these; None: all that are kept.
@@ -33,9 +33,9 @@ def tree_page(run: Path, iterations: Sequence[int] | None, question: str | None)
         The page, how many trees are in it, and how many were found.
 
     Raises:
-        DataError: no run, several trials, no records, or none that were asked for.
+        DataError: no run, no records, or none that were asked for.
     """
-    trial = only_trial(run)
+    trial = last_trial(run)
     index: list[dict[str, Any]] = []
     packed: list[str] = []
     found = size = 0
@@ -59,16 +59,13 @@ def tree_page(run: Path, iterations: Sequence[int] | None, question: str | None)
     return make_page("trees", f"Rollouts of {trial.name}", data), len(packed), found
 
 
-def only_trial(run: Path) -> Trial:
-    """Returns the run's one trial that has records."""
-    trials = find_trials(run)
-    recorded = [trial for trial in trials if any(trial.records.glob("*.parquet"))]
+def last_trial(run: Path) -> Trial:
+    """Returns the run's trial that has written records last."""
+    written = {trial: [file.stat().st_mtime for file in trial.records.glob("*.parquet")] for trial in find_trials(run)}
+    recorded = [trial for trial in written if written[trial]]
     if not recorded:
         raise DataError(f"{run}: the run kept no records of its rollouts; record_share must be above 0.")
-    if len(recorded) > 1:
-        names = "\n  ".join(str(trial.folder) for trial in recorded)
-        raise DataError(f"{run}: expected one trial, found {len(recorded)}; name one of\n  {names}")
-    return recorded[0]
+    return max(recorded, key=lambda trial: max(written[trial]))
 
 
 def group_trees(rows: Iterable[Row]) -> dict[Key, list[Row]]:
