@@ -59,10 +59,16 @@ def adapter_names(settings: Mapping[str, Any]) -> list[str]:
 
 
 def add_adapters(model: "PreTrainedModel", settings: Mapping[str, Any]) -> Any:
-    """Returns the model with fresh adapters, which change nothing yet, and all else frozen."""
+    """Returns the model with fresh adapters, which change nothing yet, and all else frozen.
+
+    Raises:
+        ConfigError: layers that are not there, or that cannot have one.
+    """
     import torch
     from peft import LoraConfig, get_peft_model
 
+    words, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head is not None and head.weight is words.weight
     first, *others = adapter_names(settings)
     config = LoraConfig(
         r=settings["rank"], lora_alpha=settings["alpha"], lora_dropout=0.0, target_modules=settings["target_modules"],
@@ -74,6 +80,11 @@ def add_adapters(model: "PreTrainedModel", settings: Mapping[str, Any]) -> Any:
             adapted = get_peft_model(model, config, adapter_name=first)
         except ValueError as error:
             raise ConfigError(f"config: lora.target_modules: {error}") from error
+        if model.get_input_embeddings() is not words or (is_tied and model.get_output_embeddings() is not head):
+            raise ConfigError(
+                "config: lora.target_modules: expected no input embedding, and no head that is tied to it, since a "
+                f"plain model has one table for both; found {settings['target_modules']!r}."
+            )
         for name in others:
             adapted.add_adapter(name, config)
     activate(adapted, first)
@@ -110,7 +121,7 @@ def save_adapted(
     One shared adapter is merged into the model's weights; agents' own are not.
     """
     adapted = _with(model, settings, weights)
-    adapted.save_pretrained(folder / FOLDER)
+    adapted.save_pretrained(folder / FOLDER, save_embedding_layers=False)  # "auto" adds the frozen head
     plain = adapted.unload() if settings["adapters"] else adapted.merge_and_unload()
     plain.save_pretrained(folder)
 
@@ -148,5 +159,7 @@ def read_adapters(folder: Path, names: Sequence[str]) -> dict[str, "Tensor"]:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: the adapter cannot be read: {error}.") from error
         for name, tensor in found.items():
+            if ".lora_" not in name:  # a frozen table, which earlier versions wrote beside them
+                continue
             weights[re.sub(r"\.(lora_\w+)\.weight$", rf".\1.{adapter}.weight", name)] = tensor
     return weights
