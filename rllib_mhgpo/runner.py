@@ -143,7 +143,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     @cached_property
     def opponents(self) -> Any:
         """Who plays: the policies, and others in the places of some agents."""
-        return self.config.cast(self.engines, self.env.possible_agents)
+        return self.config.cast(self.engines, self.env.possible_agents, self.context)
 
     def rollout(self, roots: Sequence[int], how: Play) -> Rollouts:
         """Plays the roots and returns their trees."""

@@ -11,7 +11,7 @@ from rllib_mhgpo.cli import app
 from rllib_mhgpo.cli.evaluate import untrained
 from rllib_mhgpo.cli.roles import recast
 from rllib_mhgpo.engines import Cast, Completion, Prompt, Written
-from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.errors import ConfigError, ModelError
 from tests.toys import PROMPTS, ScriptedEngine, save_toy, toy_tokenizer
 
 MINIPEDIA = """
@@ -113,6 +113,14 @@ def test_unknown_roles_and_players_are_refused(toy_file: Path, spec: str, messag
 def test_a_policy_with_another_tokenizer_cannot_play(toy_file: Path) -> None:
     with pytest.raises(ConfigError, match="another tokenizer"):
         recast(untrained(toy_file, {}), str(Path(__file__).parents[1] / "rllib_mhgpo/llms/tiny"))
+
+
+def test_a_policy_with_a_shorter_context_cannot_play(toy_file: Path, tmp_path: Path) -> None:
+    other = save_toy(tmp_path / "other", "gpt2")
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "n_positions": 10}))
+    with pytest.raises(ModelError, match=r"roles: .*other' has a context of 10 tokens, expected at least the 1024"):
+        recast(untrained(toy_file, {}), f"reranker={other}")
 
 
 def test_only_one_experiment_of_this_package_is_evaluated(tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from pettingzoo import AECEnv
 from rllib_mhgpo.algorithms.checkpoints import MODULES, find_checkpoint, policy_source, read_metadata
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import resolve_algorithm
+from rllib_mhgpo.algorithms.scale_checks import longest_sequence
 from rllib_mhgpo.engines import Cast, Engine, HFEngine, Placement, VLLMEngine
 from rllib_mhgpo.errors import CheckpointError, ConfigError
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer, lora
+from rllib_mhgpo.llms.folders import check_context
 from rllib_mhgpo.runner import vllm_engine
 from rllib_mhgpo.sampling import ONE_TRAJECTORY
 from rllib_mhgpo.tree import RolloutTree
@@ -68,8 +70,10 @@ class System:
 
         Raises:
             ConfigError: its tokenizer is another one, so that it could not read this system's prompts.
+            ModelError: its context is too short for them.
         """
         name = policy_source(source, agent)
+        check_context("roles", name, longest_sequence(self.config, self.context))
         mine, its = self.env.unwrapped.tokenizer, load_tokenizer(name)
         if mine.get_vocab() != its.get_vocab():
             raise ConfigError(
@@ -140,7 +144,7 @@ def assemble(config: LLMConfig, llms: Mapping[str, str], env_config: Mapping[str
     usual = [llm for name, llm in llms.items() if config.get_config_for_module(name).llm == config.llm]
     env = config.make_env(load_tokenizer([*usual, *llms.values()][0]), context)
     engines = {name: _engine(llm, config.get_config_for_module(name), len(llms)) for name, llm in llms.items()}
-    return System(env, config.cast(engines, env.possible_agents).at(0), config, context, env_config)
+    return System(env, config.cast(engines, env.possible_agents, context).at(0), config, context, env_config)
 
 
 def _engine(llm: str, config: LLMConfig, engines: int = 1) -> HFEngine | VLLMEngine:

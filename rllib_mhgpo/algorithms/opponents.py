@@ -18,6 +18,7 @@ from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.engines import Cast, Engine, HFEngine, VLLMEngine, Written
 from rllib_mhgpo.errors import CheckpointError, ConfigError
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer, resolve_llm
+from rllib_mhgpo.llms.folders import check_context
 
 RANDOM, PAST, PERIOD = "random", "past", "period"
 FILE = "past_opponents.safetensors"
@@ -31,17 +32,20 @@ class Opponents:
         own: by agent, the engine of the policy that it follows.
         players: who plays each other agent, as the key ``opponents`` says.
         refresh: iterations after which ``past`` becomes the present policy.
+        longest: most tokens of prompt and response together.
 
     Attributes:
         past: by agent, the engine of its policy as it was.
     """
 
-    def __init__(self, own: Mapping[str, HFEngine | VLLMEngine], players: Mapping[str, str], refresh: int) -> None:
+    def __init__(
+        self, own: Mapping[str, HFEngine | VLLMEngine], players: Mapping[str, str], refresh: int, longest: int
+    ) -> None:
         self.own, self.refresh, self.period = own, refresh, -1
         copies = {id(own[agent]): _copied(own[agent]) for agent, who in players.items() if who == PAST}
         self.past = {agent: copies[id(own[agent])] for agent, who in players.items() if who == PAST}
         sources = {agent: policy_source(who, agent) for agent, who in players.items() if who != PAST}
-        made = {source: _player(source, own[agent]) for agent, source in sources.items()}
+        made = {source: _player(source, own[agent], longest) for agent, source in sources.items()}
         others = {agent: made[source] for agent, source in sources.items()}
         self.engine = Cast(next(iter(own.values())), {**own, **others, **self.past})
 
@@ -96,12 +100,12 @@ def _copied(mine: HFEngine | VLLMEngine) -> HFEngine:
     return past
 
 
-def _player(who: str, mine: HFEngine | VLLMEngine) -> Engine:
+def _player(who: str, mine: HFEngine | VLLMEngine, longest: int) -> Engine:
     if who == RANDOM:
         return Written(random_reply, who, mine.tokenizer)
     if ":" in who and not Path(who).expanduser().is_dir():
         return Written(import_named("opponents", who, {}), who, mine.tokenizer)
-    return loaded(who, mine)
+    return loaded(who, mine, longest)
 
 
 def random_reply(env: Any, agent: str) -> str:
@@ -112,12 +116,14 @@ def random_reply(env: Any, agent: str) -> str:
     return draw(agent)
 
 
-def loaded(name: str, mine: HFEngine | VLLMEngine) -> HFEngine:
+def loaded(name: str, mine: HFEngine | VLLMEngine, longest: int) -> HFEngine:
     """Returns an engine for a model folder, or what else the key ``llm`` takes.
 
     Raises:
         ConfigError: its tokenizer is another one, so that it could not read the prompts.
+        ModelError: its context is too short for them.
     """
+    check_context("opponents", name, longest)
     model, tokenizer = load_model(name), load_tokenizer(name)
     if tokenizer.get_vocab() != mine.tokenizer.get_vocab():
         raise ConfigError(f"opponents: {name!r} has another tokenizer than the policy and cannot read its prompts.")

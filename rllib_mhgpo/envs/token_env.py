@@ -36,6 +36,8 @@ class TokenEnv(AECEnv):
         max_turns: acts after which an episode is cut off (truncated).
         stop: texts that end a response, besides an EOS.
         response: the ids of the last action.
+        fitted_tokens: longest prompt that :meth:`fit` makes; where the run leaves responses room, below
+            ``max_prompt_tokens``.
         timings: seconds by phase since the environment was made, shared by its copies.
     """
 
@@ -55,6 +57,7 @@ class TokenEnv(AECEnv):
         self.possible_agents = list(agents)
         self.agents: list[str] = []
         self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
+        self.fitted_tokens = max_prompt_tokens
         longest = max(max_prompt_tokens, max_response_tokens)  # what is written for a policy may be longer than it says
         self._space = TokenSequence(len(self.tokenizer), longest, sample_length=max_response_tokens)
         self.timings: dict[str, float] = {}
@@ -116,14 +119,14 @@ class TokenEnv(AECEnv):
         self._scores.update(numbers)
 
     def fit(self, render: Callable[[Sequence[Any]], Messages], items: Sequence[Any]) -> tuple[Messages, int]:
-        """Renders a prompt with as many of the leading items as the prompt limit allows.
+        """Renders a prompt with as many of the leading items as :attr:`fitted_tokens` allows.
 
         Returns:
             The prompt and how many items were left out.
         """
 
         def overflows(kept: int) -> bool:
-            return len(self.encode(render(items[:kept]))) > self.max_prompt_tokens
+            return len(self.encode(render(items[:kept]))) > self.fitted_tokens
 
         kept = len(items)
         if overflows(kept):
