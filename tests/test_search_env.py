@@ -11,6 +11,7 @@ import pytest
 from pettingzoo.test import api_test, seed_test
 from ray.rllib.env.wrappers.pettingzoo_env import PettingZooEnv
 
+from rllib_mhgpo.algorithms.registration import check_environment
 from rllib_mhgpo.data import Corpus, Passage, Question, Questions
 from rllib_mhgpo.envs.search import SearchEnv, dealt
 from rllib_mhgpo.errors import ConfigError, RetrievalError, RolloutError
@@ -193,6 +194,27 @@ def test_a_prompt_that_cannot_be_shortened_voids_the_rollout() -> None:
     env.reset(options={"index": 1})
     with pytest.raises(RolloutError, match="14 tokens, the limit is 5"):
         env.observe("rewriter")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("penalties", "no", "penalties: expected true or false or keys and values, found 'no'"),
+        ("max_prompt_tokens", "no", "max_prompt_tokens: expected a whole number of at least 1, found 'no'"),
+        ("max_response_tokens", 1e2, "max_response_tokens: expected a whole number of at least 1, found 100.0"),
+        ("top_k", 1e2, "top_k: expected a whole number of at least 1, found 100.0"),
+        ("prompts", {"reranker": {"passage_chars": 1e2}}, "reranker.passage_chars: expected a whole number or null"),
+        ("prompts", {"reranker": {"passage_chars": 0}}, "reranker.passage_chars: expected a whole number of at least 1"),
+        ("prompts", {"answerer": {"system": False}}, "answerer.system: expected a text, found False"),
+        ("prompts", {"answerer": {"examples": ["ab"]}}, r"answerer.examples: expected pairs .*found 'ab'"),
+    ],
+)
+def test_values_of_another_kind_are_refused(key: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make(**{key: value})
+    if key != "penalties" and "tokens" not in key:  # known before anything is built, in other words
+        with pytest.raises(ConfigError, match=rf"env_config\.{key}.*expected "):
+            check_environment("search", {key: value})
 
 
 def test_the_turn_order_holds() -> None:

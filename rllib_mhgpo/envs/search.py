@@ -27,6 +27,7 @@ from rllib_mhgpo.envs.minipedia import is_minipedia, minipedia, minipedia_corpus
 from rllib_mhgpo.envs.prompts import AGENTS, load_prompts
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
 from rllib_mhgpo.errors import ConfigError, RolloutError, did_you_mean
+from rllib_mhgpo.kinds import check_kind, whole_number
 from rllib_mhgpo.metrics import load_reward, score_answer
 from rllib_mhgpo.retrieval import BaseRetriever, build_retriever
 from rllib_mhgpo.retrieval.build import brings_passages, peek_retriever
@@ -86,9 +87,7 @@ class SearchEnv(TokenEnv):
         self.roles = load_prompts(prompts, self.kinds)
         self.reward_function = load_reward(reward)
         self.penalties = load_penalties(penalties, self.kinds)
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-            raise ConfigError(f"env_config.top_k: expected a whole number of at least 1, found {top_k!r}.")
-        self.top_k = top_k
+        self.top_k = whole_number("top_k", top_k)
         brought, own_passages = _passages_of(corpus, retriever)
         self.splits = {"train": _load_questions(questions, own_passages)}
         if dev_questions is not None:
@@ -314,6 +313,7 @@ def dealt(found: Sequence[Sequence[Passage]], top_k: int) -> tuple[Passage, ...]
 
 def load_penalties(penalties: bool | Mapping[str, float], kinds: Mapping[str, str]) -> dict[str, float]:
     """Returns the penalty of each agent: the defaults, none, or the defaults with some values replaced."""
+    check_kind("penalties", penalties, bool | Mapping)
     defaults = {agent: PENALTIES[kind] * (penalties is not False) for agent, kind in kinds.items()}
     if isinstance(penalties, bool):
         return defaults

@@ -16,6 +16,7 @@ from pettingzoo import AECEnv
 
 from rllib_mhgpo.errors import ConfigError, RolloutError
 from rllib_mhgpo.forks import copy_layers
+from rllib_mhgpo.kinds import whole_number
 from rllib_mhgpo.llms import load_tokenizer
 from rllib_mhgpo.spaces import Tokens, TokenSequence
 
@@ -56,7 +57,8 @@ class TokenEnv(AECEnv):
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.possible_agents = list(agents)
         self.agents: list[str] = []
-        self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
+        self.max_prompt_tokens = whole_number("max_prompt_tokens", max_prompt_tokens)
+        self.max_response_tokens = whole_number("max_response_tokens", max_response_tokens)
         self.fitted_tokens = max_prompt_tokens
         longest = max(max_prompt_tokens, max_response_tokens)  # what is written for a policy may be longer than it says
         self._space = TokenSequence(len(self.tokenizer), longest, sample_length=max_response_tokens)

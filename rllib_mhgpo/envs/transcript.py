@@ -12,7 +12,7 @@ import numpy as np
 
 from rllib_mhgpo.data import Passage
 from rllib_mhgpo.envs.search import SearchEnv
-from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.kinds import whole_number
 from rllib_mhgpo.metrics import score_answer
 from rllib_mhgpo.spaces import Tokens
 
@@ -35,10 +35,8 @@ class TranscriptEnv(SearchEnv):
     shared: ClassVar[tuple[str, ...]] = (*SearchEnv.shared, "found", "context")
 
     def __init__(self, tokenizer: Any = "tiny", top_k: int = 5, max_rounds: int = 5, **search: Any) -> None:
-        if isinstance(max_rounds, bool) or not isinstance(max_rounds, int) or max_rounds < 1:
-            raise ConfigError(f"env_config.max_rounds: expected a whole number of at least 1, found {max_rounds!r}.")
+        self.max_rounds = whole_number("max_rounds", max_rounds)
         super().__init__(tokenizer, top_k=top_k, **search)
-        self.max_rounds = max_rounds
 
     def start(self, index: int, split: str) -> None:
         """Takes question ``index`` of the split."""
