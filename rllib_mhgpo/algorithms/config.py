@@ -75,7 +75,7 @@ class LLMConfig(AlgorithmConfig):
     ] = 0
     temperature: Annotated[float, Field(gt=0, description="of sampling and of the log-probabilities")] = 1.0
     max_prompt_tokens: Annotated[
-        int | None, Field(ge=1, description="longest prompt; null: what responses leave of the context")
+        int | None, Field(ge=1, description="longest prompt; null: the context; passages then leave responses room")
     ] = None
     max_response_tokens: Annotated[
         Tokens | Annotated[dict[str, Tokens], Field(min_length=1)],

@@ -90,14 +90,22 @@ class System:
     ) -> Iterator[list[Record]]:
         """Plays the roots of a split, ``wave`` at a time; yields their records.
 
-        A record is the environment's summary with ``scores``; a voided rollout's has ``void`` and no scores.
+        A record is the environment's summary with ``scores``; a voided rollout's has ``id``, ``void`` and no scores.
         """
         how = Play(
             ONE_TRAJECTORY, temperature, self.config.max_response_tokens, (seed,), split,
             keep_records=True, context=self.context,
         )  # fmt: skip
         for roots in self.waves(split, limit, wave):
-            yield [record(tree) for tree in play(self.env, self.engine, roots, how, {})]
+            yield [self.record(tree, split) for tree in play(self.env, self.engine, roots, how, {})]
+
+    def record(self, tree: RolloutTree, split: str) -> Record:
+        """Returns what the environment said of the tree's one trajectory, or which root was voided and why."""
+        for leaf in tree.leaves():
+            generation = tree.generations[leaf]
+            return {"root": tree.root, **(generation.record or {}), "scores": generation.scores}
+        named = getattr(self.env.unwrapped, "root_id", lambda root, _: str(root))(tree.root, split)
+        return {"root": tree.root, "id": named, "void": tree.void[0]}
 
     def count(self, split: str, limit: int | None) -> int:
         """How many roots :meth:`answers` plays."""
@@ -160,14 +168,6 @@ def _engine(llm: str, config: LLMConfig, engines: int = 1) -> HFEngine | VLLMEng
         model = lora.load_adapters(model, config.lora, Path(llm))
         settings["act_as"] = partial(lora.activate, model)
     return HFEngine(model, ends, getattr(torch, config.dtype), **settings)
-
-
-def record(tree: RolloutTree) -> Record:
-    """Returns what the environment said of the tree's one trajectory."""
-    for leaf in tree.leaves():
-        generation = tree.generations[leaf]
-        return {"root": tree.root, **(generation.record or {}), "scores": generation.scores}
-    return {"root": tree.root, "void": tree.void[0]}
 
 
 def mean_and_error(records: Sequence[Record]) -> dict[str, tuple[float, float]]:

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 
 from rllib_mhgpo.data import Passage
 from rllib_mhgpo.errors import ConfigError, did_you_mean
-from rllib_mhgpo.kinds import check_kind, whole_number
+from rllib_mhgpo.kinds import check_kind, fits, whole_number
 
 AGENTS = ("rewriter", "reranker", "answerer")
 PLACES = ("question", "queries", "passages")
@@ -166,6 +166,29 @@ class Role:
 
 
 KINDS = get_type_hints(Role)
+VALUES: dict[str, tuple[type, type, str]] = {
+    "rewriter": (list, str, "a list of queries"),
+    "reranker": (list, int, "a list of positions below {count}"),
+    "answerer": (str, str, "a text"),
+    "searcher": (Mapping, str, "search or answer, each with a text"),
+    "reader": (str, str, "a text"),
+}
+"""What a parser returns for each kind of role: its kind, the kind of its parts, and how a message says it."""
+
+
+def check_value(kind: str, parser: str, value: Any, count: int) -> None:
+    """Refuses what a parser should not return for a kind of role that is shown so many passages.
+
+    Raises:
+        ConfigError: the parser, what was expected and what it returned.
+    """
+    whole, part, wanted = VALUES[kind]
+    is_right = fits(value, whole) and all(fits(one, part) for one in (value.values() if whole is Mapping else value))
+    if not is_right or (kind == "reranker" and not all(0 <= position < count for position in value)):
+        raise ConfigError(
+            f"env_config.prompts: the parser {parser!r} of the {kind}: expected {wanted.format(count=count)}, found "
+            f"{value!r}."
+        )
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:

@@ -91,6 +91,10 @@ class TokenEnv(AECEnv):
         """
         return 1_000_000 if split == "train" else 0
 
+    def root_id(self, index: int, split: str) -> str:
+        """Returns what a root input is called where a reader looks for it: its number, or its id in a file."""
+        return str(index)
+
     @classmethod
     def prefetch(cls, envs: Sequence[Self], texts: Sequence[str]) -> None:
         """Does for many environments in one call what their acts need from outside (retrieval, tools)."""

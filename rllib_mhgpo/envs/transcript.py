@@ -61,7 +61,7 @@ class TranscriptEnv(SearchEnv):
         """Notes a query or the answer; see the class for the rewards."""
         self.rounds.append(text)
         self.outputs[agent] = "\n".join(self.rounds)
-        said, legal = self.roles[agent].parse(text)
+        said, legal = self.understood(agent, text)
         self.answered, self.answer = "answer" in said, said.get("answer", "")
         self.context = np.concatenate([self.read(agent), self.response])
         found, self.found, self.left_out = self.found, (), 0
@@ -79,7 +79,7 @@ class TranscriptEnv(SearchEnv):
         """The query of a round, where it holds one and another round follows."""
         if self.agent_selection != "searcher" or len(self.rounds) + 1 == self.max_rounds:
             return []
-        said, _ = self.roles["searcher"].parse(text)
+        said, _ = self.understood("searcher", text)
         return [said["search"]] if "search" in said else []
 
     def take(self, queries: list[str], found: Sequence[Sequence[Passage]]) -> None:
