@@ -308,6 +308,7 @@ class LLMLearner(TorchLearner):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Takes a state of :meth:`get_state`."""
+        self._weights_seq_no = 0  # else RLlib leaves out the weights of a state that is not newer
         super().set_state(state)
         self.num_updates = state.get("num_updates", self.num_updates)
         for name, its in state.get(POLICIES, {}).items():

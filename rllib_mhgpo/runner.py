@@ -148,7 +148,7 @@ class LLMEnvRunner(EnvRunner, Checkpointable):
     @cached_property
     def opponents(self) -> Any:
         """Who plays: the policies, and others in the places of some agents."""
-        return self.config.cast(self.engines, self.env.possible_agents, self._present)
+        return self.config.cast(self.engines, self.env.possible_agents, self.context, self._present)
 
     def _present(self, agent: str) -> HFEngine:
         """Builds the policy that an agent follows, with the weights that its engine has now, on the CPU.

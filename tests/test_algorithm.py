@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rllib_mhgpo.algorithms.checkpoints import MANIFEST, POLICY
 from rllib_mhgpo.algorithms.mhgpo import MHGPO, MHGPOConfig
-from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError
+from rllib_mhgpo.errors import CheckpointError, ConfigError, MHGPOError, ModelError
 from rllib_mhgpo.tree import flatten
 from tests.rig import equal, row, weights
 from tests.toys import PROMPTS, save_toy, share_of_vowels
@@ -318,14 +318,37 @@ def test_response_limits_by_agent(make: Make) -> None:
 
 
 def test_a_response_limit_is_lowered_to_what_the_model_has_room_for(make: Make, tmp_path: Path) -> None:
-    """V4: context 64, prompt 14, limit 60: lowered to 50, not refused."""
-    folder = save_toy(tmp_path / "short")
+    """V4: context 64, prompt 14, limit 60: lowered to 50, not refused; longest prompt and a limit of 100 left alone."""
+    for limits in ({"max_prompt_tokens": 60, "max_response_tokens": 60}, {"max_response_tokens": 100}):
+        algorithm = make(llm=str(with_context(save_toy(tmp_path / "short"), 64)), evaluation_interval=None, **limits)
+        trees = algorithm.sample_trees()
+        sizes = [len(g.prompt) + len(g.response) for tree in trees for g in tree.generations]
+        assert max(sizes) == 64
+
+
+def with_context(folder: Path, tokens: int) -> Path:
     settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 64}))
-    algorithm = make(llm=str(folder), max_prompt_tokens=60, max_response_tokens=60, evaluation_interval=None)
-    trees = algorithm.sample_trees()
-    for generation in (g for tree in trees for g in tree.generations):
-        assert len(generation.prompt) + len(generation.response) <= 64
+    (folder / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": tokens}))
+    return folder
+
+
+def test_passages_leave_responses_their_room(make: Make) -> None:
+    """Context 1024: a response of 64 tokens, and of no more than half of it, is not lowered for a passage."""
+    for response, room in ((64, 960), (1010, 512)):
+        env = make(max_response_tokens=response).env_runner.env
+        assert (env.max_prompt_tokens, env.fitted_tokens) == (1023, room)
+    env = make(max_prompt_tokens=1000).env_runner.env
+    assert (env.max_prompt_tokens, env.fitted_tokens) == (1000, 1000)
+
+
+def test_a_model_beside_the_policy_needs_as_long_a_context(make: Make, tmp_path: Path, toy_folder: Path) -> None:
+    short = str(with_context(save_toy(tmp_path / "short"), 200))
+    said = r"opponents: .*short' has a context of 200 tokens, expected at least the {} .* max_prompt_tokens"
+    with pytest.raises(ModelError, match=said.format(1024)):
+        make(opponents={"reranker": short})
+    with pytest.raises(ModelError, match=said.format(201)):
+        make(opponents={"reranker": short}, max_prompt_tokens=195)
+    make(opponents={"reranker": short}, max_prompt_tokens=194)
 
 
 def test_the_lr_may_be_a_schedule_as_in_rllib(make: Make) -> None:

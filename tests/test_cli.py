@@ -67,7 +67,7 @@ def cartpole(tmp_path: Path) -> Path:
 
 
 def test_numbers_and_words_are_read_as_written() -> None:
-    text = "{lr: 1e-5, small: 5e-7, max_steps: 1e5, answer: no, other: yes, switch: on, day: 2024-01-01, flag: true}"
+    text = "{lr: 1e-5, small: 5e-7, max_steps: 1e5, answer: no, other: yes, switch: on, day: 2024-01-01, run: 1_0}"
     assert parse_yaml(text, "text") == {
         "lr": 0.00001,
         "small": 0.0000005,
@@ -76,11 +76,13 @@ def test_numbers_and_words_are_read_as_written() -> None:
         "other": "yes",
         "switch": "on",
         "day": "2024-01-01",
-        "flag": True,
+        "run": "1_0",
     }
 
 
-@pytest.mark.parametrize("value", [1e-5, 1e5, "1e5", "no", "null", None, True, "a: b", [1, {"b": []}], float("inf")])
+@pytest.mark.parametrize(
+    "value", [1e-5, 1e5, "1e5", "no", "null", "1_0", None, True, "a: b", [1, {"b": []}], float("inf")]
+)
 def test_what_is_printed_reads_back_the_same(value: Any) -> None:
     assert parse_yaml(format_yaml({"key": value}), "text") == {"key": value}
 
@@ -187,6 +189,19 @@ def test_grid_search_is_found_at_any_depth() -> None:
         ("a: {run: PPO, num_samples: 0}", "num_samples: expected a whole number of at least 1, found 0"),
         ("a: {run: PPO, checkpoint_config: {num_keep: 1}}", "Did you mean 'num_to_keep'?"),
         ("a: {run: PPO, keep_checkpoints_num: 0}", "num_to_keep: expected a whole number of at least 1, found 0"),
+        ("a: {run: PPO, checkpoint_at_end: no}", "checkpoint_at_end: expected true or false, found 'no'"),
+        ("a: {run: PPO, checkpoint_at_end: {grid_search: [true]}}", "expected true or false, found {'grid_search'"),
+        ("a: {run: PPO, time_budget_s: {grid_search: [9]}}", "time_budget_s: expected a number of seconds, found {"),
+        ("a: {run: PPO, time_budget_s: 1_000}", "time_budget_s: expected a number of seconds, found '1_000'"),
+        ("a: {run: PPO, max_failures: no}", "max_failures: expected a whole number of at least -1, found 'no'"),
+        ("a: {run: PPO, storage_path: 20240501}", "storage_path: expected a text, found 20240501"),
+        ("a: {run: PPO, resources_per_trial: 4}", "resources_per_trial: expected keys and values, found 4"),
+        ("%YAML 1.1\n---\na: {run: PPO}", "line 1: expected YAML 1.2, found %YAML 1.1; remove the line"),
+        ("a: {run: MHGPO, env: search, config: {env_config: {penalties: no}}}", "penalties: expected true or false or"),
+        (
+            "a: {run: PPO, env: {grid_search: [a]}, checkpoint_config: {checkpoint_score_order: up}}",
+            "max or min, found",
+        ),
         ("a: {run: POP, env: CartPole-v1}", "Did you mean 'PPO'?"),
         ("a: {run: MGHPO, env: search}", "Did you mean 'MHGPO'?"),
         ("a: {run: PPO, env: cartpole}", "Did you mean 'CartPole-v1'?"),
@@ -299,8 +314,8 @@ def test_a_dry_run_looks_at_the_files_that_the_run_would_read(tmp_path: Path) ->
 def test_scores_are_percents_in_their_usual_order_and_voided_ones_count_zero() -> None:
     # acc 0, 0, 1, 1: mean 1/2, standard deviation 1/2, error 1/2 / sqrt(4)
     records: list[dict[str, Any]] = [{"scores": {"f1": x, "acc": x}} for x in (0.0, 1.0, 1.0)]
-    shown = format_scores([*records, {"void": "no prompt fits"}])
-    assert shown == "Acc 50.00 ± 25.00 | F1 50.00 ± 25.00 | 4 questions | 1 voided, counted 0"
+    shown = format_scores([*records, {"id": "q3", "void": "no prompt fits"}])
+    assert shown == "Acc 50.00 ± 25.00 | F1 50.00 ± 25.00 | 4 questions | 1 voided, counted 0: q3"
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

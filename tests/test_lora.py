@@ -9,13 +9,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from peft import PeftModel
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from rllib_mhgpo.algorithms.checkpoints import POLICY
 from rllib_mhgpo.algorithms.evaluation import open_system
 from rllib_mhgpo.algorithms.mhgpo import MHGPO
 from rllib_mhgpo.errors import ConfigError
-from rllib_mhgpo.llms.lora import lora_settings
+from rllib_mhgpo.llms import load_model, load_tokenizer
+from rllib_mhgpo.llms.lora import FOLDER, SHARED, add_adapters, lora_settings, read_adapters
+from rllib_mhgpo.llms.shape import model_shape
 from rllib_mhgpo.modules import LLMRLModule
 from tests.rig import equal, row
 
@@ -92,6 +95,54 @@ def test_a_merged_adapter_is_sent_as_the_weights_of_the_plain_model(toy_folder: 
     assert sent.keys() == own.keys()
     assert torch.allclose(logits(plain), logits(module.llm), atol=1e-3)  # merged weights are rounded once more
     assert not torch.allclose(logits(plain), before, atol=1e-2)
+
+
+@pytest.fixture
+def untied_folder(toy_folder: Path, tmp_path: Path) -> Path:
+    """The toy with a head of its own."""
+    model, tokenizer = load_model(str(toy_folder)), load_tokenizer(str(toy_folder))
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(tmp_path / "untied")
+    tokenizer.save_pretrained(tmp_path / "untied")
+    return tmp_path / "untied"
+
+
+@pytest.mark.parametrize("own", [None, AGENTS], ids=["shared", "own"])
+def test_a_heads_adapter_is_trained_saved_and_restored(
+    make: Make, tmp_path: Path, untied_folder: Path, own: Any
+) -> None:
+    """D3 for a head that is not tied."""
+    lora = {"rank": 4, "target_modules": ["lm_head", "q_proj"], "adapters": own}
+    algorithm = make(llm=str(untied_folder), lora=lora)
+    row(algorithm)
+    checkpoint = algorithm.save_to_path(tmp_path / "checkpoint")
+    after = adapters(algorithm)
+    assert any("lm_head.lora_B" in name and array.any() for name, array in after.items())
+    row(algorithm)
+    algorithm.restore_from_path(checkpoint)
+    assert equal(adapters(algorithm), after)
+    if own is None:
+        mine = logits(algorithm.learner_group._learner.module["default_policy"].llm)
+        plain = AutoModelForCausalLM.from_pretrained(Path(checkpoint) / POLICY)
+        assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(untied_folder)), mine, atol=1e-3)
+        assert torch.allclose(logits(plain), mine, atol=1e-5)
+
+
+@pytest.mark.parametrize("layer", ["lm_head", "embed_tokens"])
+def test_a_table_that_is_tied_has_no_adapter(toy_folder: Path, layer: str) -> None:
+    """Two different tables cannot be one in the plain folder."""
+    for build in (model_shape, lambda name, lora: add_adapters(load_model(name), lora)):
+        with pytest.raises(ConfigError, match=rf"target_modules: expected no input embedding.* found .'{layer}'"):
+            build(str(toy_folder), lora_settings({"target_modules": [layer, "q_proj"]}))
+
+
+def test_an_adapters_file_with_a_frozen_table_in_it_is_read(tmp_path: Path) -> None:
+    """Earlier versions wrote the head beside its adapter."""
+    (tmp_path / FOLDER / SHARED).mkdir(parents=True)
+    names = ("m.lm_head.lora_A.weight", "m.lm_head.base_layer.weight")
+    save_file({name: torch.ones(1) for name in names}, tmp_path / FOLDER / SHARED / "adapter_model.safetensors")
+    assert list(read_adapters(tmp_path, [SHARED])) == ["m.lm_head.lora_A.shared.weight"]
 
 
 @pytest.mark.parametrize("own", [None, AGENTS], ids=["shared", "own"])

@@ -1,5 +1,6 @@
 """MAPPO: value targets and losses on worked numbers, the critic's part in a run, and what it shares with MHGPO."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from ray.rllib.core.learner.training_data import TrainingData
 from rllib_mhgpo.algorithms.mappo import MAPPO, MAPPOConfig, paid_at_end
 from rllib_mhgpo.credit import explained_variance, gae, gae_over_turns, whiten
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
-from rllib_mhgpo.errors import CheckpointError, ConfigError
+from rllib_mhgpo.errors import CheckpointError, ConfigError, ModelError
 from rllib_mhgpo.losses import clipped_value_loss
 from rllib_mhgpo.tree import flatten
 from tests.rig import equal, row, weights
@@ -313,6 +314,10 @@ def test_the_critic_may_start_elsewhere_but_not_from_another_architecture(
     gpt2 = save_toy(tmp_path / "gpt2", "gpt2")
     with pytest.raises(ConfigError, match=r"critic_llm: expected the policy's architecture.*llama.*gpt2"):
         MAPPOConfig.check({"llm": str(toy_folder), "critic_llm": str(gpt2)})
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": 10}))
+    with pytest.raises(ModelError, match=r"critic_llm: .* has a context of 10 tokens, expected at least the 1024"):
+        MAPPOConfig.check({"llm": str(toy_folder), "critic_llm": str(other)})
 
 
 def test_turns_need_more_than_one(mappo: Make) -> None:

@@ -8,10 +8,11 @@ import pytest
 from typer.testing import CliRunner
 
 from rllib_mhgpo.cli import app
+from rllib_mhgpo.cli.doctor import configurations
 from rllib_mhgpo.cli.evaluate import untrained
 from rllib_mhgpo.cli.roles import recast
 from rllib_mhgpo.engines import Cast, Completion, Prompt, Written
-from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.errors import ConfigError, ModelError
 from tests.toys import PROMPTS, ScriptedEngine, save_toy, toy_tokenizer
 
 MINIPEDIA = """
@@ -115,12 +116,54 @@ def test_a_policy_with_another_tokenizer_cannot_play(toy_file: Path) -> None:
         recast(untrained(toy_file, {}), str(Path(__file__).parents[1] / "rllib_mhgpo/llms/tiny"))
 
 
+def test_a_policy_with_a_shorter_context_cannot_play(toy_file: Path, tmp_path: Path) -> None:
+    other = save_toy(tmp_path / "other", "gpt2")
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**settings, "n_positions": 10}))
+    with pytest.raises(ModelError, match=r"roles: .*other' has a context of 10 tokens, expected at least the 1024"):
+        recast(untrained(toy_file, {}), f"reranker={other}")
+
+
 def test_only_one_experiment_of_this_package_is_evaluated(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     path.write_text(MINIPEDIA + MINIPEDIA.replace("tiny-search", "other"))
     assert "expected one experiment" in run(path).stderr
     path.write_text("ppo: {run: PPO, env: CartPole-v1}")
     assert "expected an algorithm of this package" in run(path).stderr
+
+
+def test_an_experiment_that_searches_is_not_evaluated_by_its_first_combination(toy_file: Path, tmp_path: Path) -> None:
+    """R9: the places are named; what the command line chooses is no longer searched."""
+    experiment = json.loads(toy_file.read_text())["toy"]
+    config, path = experiment["config"], tmp_path / "grid.yaml"
+
+    def searching(**changes: Any) -> Path:
+        config["env_config"] |= {"reward": {"grid_search": ["f1", "em"]}}
+        path.write_text(json.dumps({"toy": {**experiment, "config": {**config, **changes}}}))
+        return path
+
+    said = "expected one configuration, found a search over {}; write one value of each"
+    lr = {"loguniform": [1e-6, 1e-4]}
+    assert said.format("env_config/reward, lr") in " ".join(run(searching(lr=lr)).stderr.split())
+    assert said.format("lr") in " ".join(run(searching(lr={"choice": [1e-6]}), "--set", "reward=em").stderr.split())
+    assert untrained(searching(lr={"grid_search": [1e-6]}), {"reward": "em"}).config.lr == 1e-6
+    with pytest.raises(ConfigError, match=r"found a search over env_config/reward, lr; .* --set lr=1e-5"):
+        list(configurations(searching(lr=lr), []))
+    (one,) = configurations(path, ["lr=1e-5", "env_config.reward=em"])
+    assert (one.lr, one.env_config["reward"]) == (1e-5, "em")
+
+
+def test_voided_questions_are_named(toy_file: Path, tmp_path: Path) -> None:
+    """M7: by their ids, on the terminal and in the file."""
+    out = tmp_path / "rows.jsonl"
+    shown = run(toy_file, "--limit", 3, "--out", out, "--set", "reward=tests.test_roles:nan_for_q1").stdout
+    assert "3 questions | 1 voided, counted 0: q1" in shown
+    (row,) = [row for row in map(json.loads, out.read_text().splitlines()) if "void" in row]
+    assert (row["id"], row["root"]) == ("q1", 1)
+
+
+def nan_for_q1(answer: str, golds: Any) -> float:
+    return float("nan") if "a1" in golds else 0.0
 
 
 def test_a_cast_calls_each_engine_once() -> None:

@@ -137,6 +137,27 @@ def test_learners_share_a_run_and_its_checkpoint(make: Make, tmp_path: Path, sta
     assert equal(sampled_with(second), moved)
 
 
+@pytest.mark.parametrize("stage", [None, 3], ids=["replicas", "zero3"])
+def test_a_state_in_memory_is_as_whole_as_a_checkpoint(make: Make, stage: int | None) -> None:
+    """R6: the weights, the optimiser's moments and its master weights; also a state that is older than the run."""
+    deepspeed = {} if stage is None else {"deepspeed": {"zero_stage": stage}}
+    algorithm = make(num_learners=1, evaluation_interval=None, **deepspeed)
+    row(algorithm)
+    state, then = algorithm.get_state(), sampled_with(algorithm)
+    after = row(algorithm)
+    moved = sampled_with(algorithm)
+    assert not equal(moved, then)
+    algorithm.set_state(state)
+    assert equal(sampled_with(algorithm), then)
+    again = row(algorithm)
+    assert again["training_iteration"] == 2
+    assert again["grad_norm"] == after["grad_norm"]
+    assert equal(sampled_with(algorithm), moved)
+    state["learner_group"]["learner"]["rl_module"]["default_policy"] = {}
+    with pytest.raises(CheckpointError, match="expected the weights of 'default_policy', found none"):
+        algorithm.set_state(state)
+
+
 @pytest.mark.parametrize("stage", [None, 2], ids=["replicas", "zero2"])
 def test_a_learner_killed_in_mid_update_ends_the_run_and_its_checkpoint_goes_on(
     make: Make, tmp_path: Path, stage: int | None

@@ -11,6 +11,7 @@ import pytest
 from pettingzoo.test import api_test, seed_test
 from ray.rllib.env.wrappers.pettingzoo_env import PettingZooEnv
 
+from rllib_mhgpo.algorithms.registration import check_environment
 from rllib_mhgpo.data import Corpus, Passage, Question, Questions
 from rllib_mhgpo.envs.search import SearchEnv, dealt
 from rllib_mhgpo.errors import ConfigError, RetrievalError, RolloutError
@@ -195,6 +196,31 @@ def test_a_prompt_that_cannot_be_shortened_voids_the_rollout() -> None:
         env.observe("rewriter")
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("penalties", "no", "penalties: expected true or false or keys and values, found 'no'"),
+        ("max_prompt_tokens", "no", "max_prompt_tokens: expected a whole number of at least 1, found 'no'"),
+        ("max_response_tokens", 1e2, "max_response_tokens: expected a whole number of at least 1, found 100.0"),
+        ("top_k", 1e2, "top_k: expected a whole number of at least 1, found 100.0"),
+        ("prompts", {"reranker": {"passage_chars": 1e2}}, "reranker.passage_chars: expected a whole number or null"),
+        (
+            "prompts",
+            {"reranker": {"passage_chars": 0}},
+            "reranker.passage_chars: expected a whole number of at least 1",
+        ),
+        ("prompts", {"answerer": {"system": False}}, "answerer.system: expected a text, found False"),
+        ("prompts", {"answerer": {"examples": ["ab"]}}, r"answerer.examples: expected pairs .*found 'ab'"),
+    ],
+)
+def test_values_of_another_kind_are_refused(key: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make(**{key: value})
+    if key != "penalties" and "tokens" not in key:  # known before anything is built, in other words
+        with pytest.raises(ConfigError, match=rf"env_config\.{key}.*expected "):
+            check_environment("search", {key: value})
+
+
 def test_the_turn_order_holds() -> None:
     """R2: an action for an agent that is not selected is refused and changes nothing."""
     env = play(make(), "page1")
@@ -317,6 +343,21 @@ def failing_reward(answer: str, golds: Sequence[str]) -> float:
 
 def text_reward(answer: str, golds: Sequence[str]) -> float:
     return "0.5"  # type: ignore[return-value]
+
+
+def as_said(text: str, *passages: Any) -> tuple[Any, bool]:
+    return json.loads(text), True
+
+
+@pytest.mark.parametrize("said", ["[-1, -2]", "[99]", '["0"]', "[true]", "0", "null"])
+def test_what_a_parser_of_ones_own_must_return(said: str) -> None:
+    """S9: positions of passages that are there; neither the last ones by numbers below 0, nor letters of a text."""
+    own = {role: {**PROMPTS[role], "parser": "tests.test_search_env:as_said"} for role in ("reranker", "rewriter")}
+    env = play(make(prompts={**PROMPTS, **own}), '["page1"]')
+    with pytest.raises(ConfigError, match=r"'tests.test_search_env:as_said' of the reranker: .* positions below 2, fo"):
+        say(env, said)
+    with pytest.raises(ConfigError, match=r"of the rewriter: expected a list of queries, found 'page1'"):
+        play(make(prompts={**PROMPTS, **own}), '"page1"')
 
 
 def failing_parser(text: str) -> tuple[list[str], bool]:

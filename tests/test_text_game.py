@@ -10,6 +10,7 @@ import pytest
 from gymnasium.spaces import Box, Discrete, Text
 from pettingzoo.test import api_test, seed_test
 
+from rllib_mhgpo.algorithms.registration import check_environment
 from rllib_mhgpo.credit import propagate
 from rllib_mhgpo.envs.moves import Moves, render
 from rllib_mhgpo.envs.text_game import TextGame
@@ -246,6 +247,31 @@ def test_discrete_actions_have_names_in_gymnasium_too() -> None:
     assert env.terminations == {"agent": True}
     assert env.infos["agent"]["scores"] == {"return": -5}
     api_test(TextGym("CartPole-v1", tokenizer=toy_tokenizer()), num_cycles=20)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("dev_roots", 1e2, "a whole number, found 100.0"),
+        ("dev_roots", "no", "a whole number, found 'no'"),
+        ("max_turns", "no", "a whole number, found 'no'"),
+        ("max_turns", True, "a whole number, found True"),
+        ("penalties", "no", "true or false or keys and values, found 'no'"),
+        ("moves", "abc", "a list or null, found 'abc'"),
+    ],
+)
+@pytest.mark.parametrize("env", ["text_game", "text_gym"])
+def test_values_of_another_kind_are_refused(env: str, key: str, value: Any, said: str) -> None:
+    """R10: words stay words, so the environment's annotations say what a number or a switch is."""
+    with pytest.raises(ConfigError, match=f"env_config.{key}: expected {said}"):
+        check_environment(env, {key: value})
+
+
+def test_numbers_out_of_range_are_refused_by_the_environment() -> None:
+    with pytest.raises(ConfigError, match="dev_roots: expected a whole number of at least 0, found -1"):
+        TextGym(Guess, tokenizer=toy_tokenizer(), dev_roots=-1)
+    with pytest.raises(ConfigError, match="penalties: expected true or false or keys and values, found 'no'"):
+        TextGym(Guess, tokenizer=toy_tokenizer(), penalties="no")  # type: ignore[arg-type]
 
 
 def test_what_is_no_gymnasium_environment_is_refused() -> None:

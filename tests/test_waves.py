@@ -146,6 +146,20 @@ def test_a_reward_that_is_no_number_voids_its_rollout_naming_question_and_agent(
     assert len(list(tree.leaves())) == 3
 
 
+@pytest.mark.parametrize("wrong", ["nan", "inf"])
+def test_a_specific_reward_that_is_no_number_voids_its_rollout_too(wrong: str) -> None:
+    """R8: what one agent alone earns, before the episode's end; named as it was given, not what is left of it."""
+
+    class Broken(Relay):
+        def act(self, agent: str, text: str) -> None:
+            super().act(agent, text)
+            self.reward(agent, float(wrong) if (agent, self.words[1]) == ("second", "w1") else 0.0)
+
+    (tree,) = roll(Broken(), lambda prompt, i: f"w{i}", roots=[7])
+    assert tree.void == [f"question 7, agent 'second': expected a finite reward, found {wrong}."]
+    assert len(list(tree.leaves())) == 3
+
+
 def test_a_fault_of_the_program_is_raised() -> None:
     class Faulty(Relay):
         def act(self, agent: str, text: str) -> None:

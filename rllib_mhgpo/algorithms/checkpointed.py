@@ -4,13 +4,17 @@ Not how a checkpoint lies on disk, which is ``checkpoints``. The one idea: whate
 file, the process or the fact that is at fault.
 """
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
+from numpy.typing import NDArray
 from ray.exceptions import RayActorError
 from ray.rllib.algorithms.algorithm import Algorithm
+from ray.rllib.core import COMPONENT_LEARNER, COMPONENT_LEARNER_GROUP, COMPONENT_OPTIMIZER, COMPONENT_RL_MODULE
 
 from rllib_mhgpo.algorithms.checkpoints import (
     MODULES,
@@ -53,18 +57,52 @@ class CheckpointedAlgorithm(Algorithm):
         """Hands the learners' weights to the runners."""
         raise NotImplementedError
 
-    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Adds the run's seed and dev scores; the roots dealt so far follow from seed and iteration."""
-        own = {"seed": self.run_seed, "dev": self._dev, "dev_start": self._dev_start, "updates": self._updates}
-        return {**super().get_state(*args, **kwargs), STATE: own}
+    def get_state(self, components: Any = None, *, not_components: Any = None, **kwargs: Any) -> dict[str, Any]:
+        """Adds the run's seed and dev scores; the roots dealt so far follow from seed and iteration.
+
+        Beside the learners' state are the parts of sharded optimisers and the opponents ``past``, as in a checkpoint.
+        """
+        own: dict[str, Any] = {
+            "seed": self.run_seed, "dev": self._dev, "dev_start": self._dev_start, "updates": self._updates,
+        }  # fmt: skip
+        if not self._check_component(COMPONENT_LEARNER_GROUP, components, not_components):
+            return {**super().get_state(components, not_components=not_components, **kwargs), STATE: own}
+        with self._gathered():
+            state = super().get_state(components, not_components=not_components, **kwargs)
+        beside: dict[str, Any] = {SHARDS.name: list(self._shards())}
+        if self._has_past:
+            beside[PAST] = self._past()
+        return {**state, STATE: {**own, **beside}}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Takes a state of :meth:`get_state`."""
+        """Takes a state of :meth:`get_state`, and gives the runners its weights.
+
+        Raises:
+            CheckpointError: a policy has no weights in it, or it is of another number of learners.
+        """
+        own, learners = state.get(STATE, {}), state.get(COMPONENT_LEARNER_GROUP, {}).get(COMPONENT_LEARNER)
+        if learners:
+            self._check_state(learners, own.get(SHARDS.name, []))
         super().set_state(state)
-        if STATE in state:
-            own = state[STATE]
+        if own:
             self.run_seed, self._dev, self._dev_start = own["seed"], own["dev"], own["dev_start"]
             self._updates = own["updates"]
+        if learners:
+            self._take_shards(own.get(SHARDS.name, []))
+            self._ahead = {}
+            self._sync()
+            self._take_past(own.get(PAST))
+
+    def _check_state(self, learners: Mapping[str, Any], shards: Sequence[Any]) -> None:
+        for name, weights in learners.get(COMPONENT_RL_MODULE, {}).items():
+            if not weights:
+                raise CheckpointError(f"set_state: expected the weights of {name!r}, found none.")
+        expected = self.config.num_learners if self.config.zero_stage else 0
+        if COMPONENT_OPTIMIZER in learners and len(shards) != expected:
+            raise CheckpointError(
+                f"set_state: expected optimiser shards of {expected} learners (num_learners), found {len(shards)}; "
+                "set it with num_learners and deepspeed as they were."
+            )
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Restores for Tune, the checkpoint before where this one is damaged.
@@ -84,16 +122,12 @@ class CheckpointedAlgorithm(Algorithm):
 
     def save_to_path(self, path: Any = None, **kwargs: Any) -> str:
         """Writes a checkpoint, whole or not at all."""
-        if self.config.zero_stage == 3:
-            self.learners.each(lambda learner: learner.gather())
-        try:
-            return whole_or_absent(self._save, path, **kwargs)
-        except RayActorError:
-            self.learners.confirm()
-            raise
-        finally:
-            if self.config.zero_stage == 3:
-                self.learners.each(lambda learner: learner.release())
+        with self._gathered():
+            try:
+                return whole_or_absent(self._save, path, **kwargs)
+            except RayActorError:
+                self.learners.confirm()
+                raise
 
     def _save(self, path: Any, **kwargs: Any) -> str:
         folder = str(super().save_to_path(path, **kwargs))
@@ -101,10 +135,10 @@ class CheckpointedAlgorithm(Algorithm):
             # RLlib asks a remote learner for no answer
             self.learners.confirm()
             raise CheckpointError(f"{path}: a learner could not write its part of the checkpoint; its log says why.")
-        for index in range(self.config.num_learners if self.config.zero_stage else 0):
-            write_shard(Path(folder), index, self.learners.one(index, lambda learner: learner.shards()))
+        for index, shard in enumerate(self._shards()):
+            write_shard(Path(folder), index, shard)
         if self._has_past:
-            write_past(Path(folder), self.pool.first(lambda runner: runner.opponents.state()))
+            write_past(Path(folder), self._past())
         return folder
 
     def restore_from_path(self, path: Any, *args: Any, **kwargs: Any) -> None:
@@ -122,12 +156,37 @@ class CheckpointedAlgorithm(Algorithm):
             raise CheckpointError(f"{path}: a learner could not restore its part of the checkpoint; its log says why.")
         if self.config.zero_stage or (Path(path) / SHARDS).exists():
             check_shards(Path(path), self.config.num_learners if self.config.zero_stage else 0)
-            for index in range(self.config.num_learners):
-                shard = ray.put(read_shard(Path(path), index))
-                self.learners.one(index, partial(take_shards, shard))
+            self._take_shards(read_shard(Path(path), index) for index in range(self.config.num_learners))
         self._ahead = {}
         self._sync()
-        if self._has_past and (past := read_past(Path(path))) is not None:
+        self._take_past(read_past(Path(path)) if self._has_past else None)
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
+        """The context in which the first learner holds sharded models whole."""
+        if self.config.zero_stage < 3:
+            yield
+            return
+        self.learners.each(lambda learner: learner.gather())
+        try:
+            yield
+        finally:
+            self.learners.each(lambda learner: learner.release())
+
+    def _shards(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Yields each learner's part of the sharded optimisers, one at a time."""
+        for index in range(self.config.num_learners if self.config.zero_stage else 0):
+            yield self.learners.one(index, lambda learner: learner.shards())
+
+    def _take_shards(self, shards: Iterable[dict[str, NDArray[Any]]]) -> None:
+        for index, shard in enumerate(shards):
+            self.learners.one(index, partial(take_shards, ray.put(shard)))
+
+    def _past(self) -> Any:
+        return self.pool.first(lambda runner: runner.opponents.state())
+
+    def _take_past(self, past: Any) -> None:
+        if self._has_past and past is not None:
             self.pool.each(lambda runner: runner.opponents.set_state(past))
 
     @property

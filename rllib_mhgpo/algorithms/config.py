@@ -25,6 +25,8 @@ from rllib_mhgpo.algorithms.scale_checks import (
     check_losses,
     check_rollouts,
     check_scale,
+    longest_sequence,
+    prompt_limits,
 )
 from rllib_mhgpo.engines.settings import refuse_reshaping
 from rllib_mhgpo.errors import ConfigError, did_you_mean
@@ -73,7 +75,7 @@ class LLMConfig(AlgorithmConfig):
     ] = 0
     temperature: Annotated[float, Field(gt=0, description="of sampling and of the log-probabilities")] = 1.0
     max_prompt_tokens: Annotated[
-        int | None, Field(ge=1, description="longest prompt; null: what responses leave of the context")
+        int | None, Field(ge=1, description="longest prompt; null: the context; passages then leave responses room")
     ] = None
     max_response_tokens: Annotated[
         Tokens | Annotated[dict[str, Tokens], Field(min_length=1)],
@@ -269,22 +271,20 @@ class LLMConfig(AlgorithmConfig):
         Raises:
             ConfigError: no such environment, a key it does not take, or prompts that leave no room for a response.
         """
-        max_prompt_tokens = self.max_prompt_tokens or context - self.longest_response
-        if not 0 < max_prompt_tokens < context:
-            raise ConfigError(
-                f"config: max_prompt_tokens: expected 1 to {context - 1}, which leaves a response room in the context "
-                f"of {context} tokens of {min(self.llms.values(), key=self.context_of)!r}; found {max_prompt_tokens}."
-            )
+        longest, fitted = prompt_limits(self, context)
         offered: dict[str, Any] = {
             "tokenizer": tokenizer,
-            "max_prompt_tokens": max_prompt_tokens,
+            "max_prompt_tokens": longest,
             "max_response_tokens": self.longest_response,
         }
         if self.penalties is not True:
             offered["penalties"] = self.penalties
-        return make_environment(self.env, offered, self.env_config)
+        env: AECEnv = make_environment(self.env, offered, self.env_config)
+        if hasattr(env.unwrapped, "fitted_tokens"):
+            env.unwrapped.fitted_tokens = min(fitted, env.unwrapped.fitted_tokens)
+        return env
 
-    def cast(self, engines: Mapping[str, Any], agents: Sequence[str], present: Any = None) -> Opponents:
+    def cast(self, engines: Mapping[str, Any], agents: Sequence[str], context: int, present: Any = None) -> Opponents:
         """Returns the policies' engines, by policy, as one, with the opponents in their places; see :class:`Opponents`.
 
         Raises:
@@ -292,7 +292,7 @@ class LLMConfig(AlgorithmConfig):
         """
         check_followed(self, agents)
         own = {agent: engines.get(self.policy_of(agent), next(iter(engines.values()))) for agent in agents}
-        return Opponents(own, self.opponents, self.opponent_refresh, present)
+        return Opponents(own, self.opponents, self.opponent_refresh, longest_sequence(self, context), present)
 
     def training(self, **settings: Any) -> Self:
         """Sets any of this package's keys, and those of RLlib's ``training()``."""

@@ -15,9 +15,11 @@ from pettingzoo import AECEnv
 from rllib_mhgpo.algorithms.checkpoints import MODULES, find_checkpoint, policy_source, read_metadata
 from rllib_mhgpo.algorithms.config import LLMConfig
 from rllib_mhgpo.algorithms.registration import resolve_algorithm
+from rllib_mhgpo.algorithms.scale_checks import longest_sequence
 from rllib_mhgpo.engines import Cast, Engine, HFEngine, Placement, VLLMEngine
 from rllib_mhgpo.errors import CheckpointError, ConfigError
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer, lora
+from rllib_mhgpo.llms.folders import check_context
 from rllib_mhgpo.runner import vllm_engine
 from rllib_mhgpo.sampling import ONE_TRAJECTORY
 from rllib_mhgpo.tree import RolloutTree
@@ -68,8 +70,10 @@ class System:
 
         Raises:
             ConfigError: its tokenizer is another one, so that it could not read this system's prompts.
+            ModelError: its context is too short for them.
         """
         name = policy_source(source, agent)
+        check_context("roles", name, longest_sequence(self.config, self.context))
         mine, its = self.env.unwrapped.tokenizer, load_tokenizer(name)
         if mine.get_vocab() != its.get_vocab():
             raise ConfigError(
@@ -86,14 +90,22 @@ class System:
     ) -> Iterator[list[Record]]:
         """Plays the roots of a split, ``wave`` at a time; yields their records.
 
-        A record is the environment's summary with ``scores``; a voided rollout's has ``void`` and no scores.
+        A record is the environment's summary with ``scores``; a voided rollout's has ``id``, ``void`` and no scores.
         """
         how = Play(
             ONE_TRAJECTORY, temperature, self.config.max_response_tokens, (seed,), split,
             keep_records=True, context=self.context,
         )  # fmt: skip
         for roots in self.waves(split, limit, wave):
-            yield [record(tree) for tree in play(self.env, self.engine, roots, how, {})]
+            yield [self.record(tree, split) for tree in play(self.env, self.engine, roots, how, {})]
+
+    def record(self, tree: RolloutTree, split: str) -> Record:
+        """Returns what the environment said of the tree's one trajectory, or which root was voided and why."""
+        for leaf in tree.leaves():
+            generation = tree.generations[leaf]
+            return {"root": tree.root, **(generation.record or {}), "scores": generation.scores}
+        named = getattr(self.env.unwrapped, "root_id", lambda root, _: str(root))(tree.root, split)
+        return {"root": tree.root, "id": named, "void": tree.void[0]}
 
     def count(self, split: str, limit: int | None) -> int:
         """How many roots :meth:`answers` plays."""
@@ -140,7 +152,7 @@ def assemble(config: LLMConfig, llms: Mapping[str, str], env_config: Mapping[str
     usual = [llm for name, llm in llms.items() if config.get_config_for_module(name).llm == config.llm]
     env = config.make_env(load_tokenizer([*usual, *llms.values()][0]), context)
     engines = {name: _engine(llm, config.get_config_for_module(name), len(llms)) for name, llm in llms.items()}
-    return System(env, config.cast(engines, env.possible_agents).at(0), config, context, env_config)
+    return System(env, config.cast(engines, env.possible_agents, context).at(0), config, context, env_config)
 
 
 def _engine(llm: str, config: LLMConfig, engines: int = 1) -> HFEngine | VLLMEngine:
@@ -156,14 +168,6 @@ def _engine(llm: str, config: LLMConfig, engines: int = 1) -> HFEngine | VLLMEng
         model = lora.load_adapters(model, config.lora, Path(llm))
         settings["act_as"] = partial(lora.activate, model)
     return HFEngine(model, ends, getattr(torch, config.dtype), **settings)
-
-
-def record(tree: RolloutTree) -> Record:
-    """Returns what the environment said of the tree's one trajectory."""
-    for leaf in tree.leaves():
-        generation = tree.generations[leaf]
-        return {"root": tree.root, **(generation.record or {}), "scores": generation.scores}
-    return {"root": tree.root, "void": tree.void[0]}
 
 
 def mean_and_error(records: Sequence[Record]) -> dict[str, tuple[float, float]]:

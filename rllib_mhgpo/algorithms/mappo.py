@@ -24,9 +24,11 @@ from rllib_mhgpo.algorithms.llm_algorithm import Credit, LLMAlgorithm
 from rllib_mhgpo.algorithms.mhgpo import by_question
 from rllib_mhgpo.algorithms.objective import PolicyLearner
 from rllib_mhgpo.algorithms.rewards import kl_rounding
+from rllib_mhgpo.algorithms.scale_checks import longest_sequence
 from rllib_mhgpo.credit import explained_variance, gae, gae_over_turns, group_advantages, whiten
 from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.llms import architecture, context_length
+from rllib_mhgpo.llms.folders import check_context
 from rllib_mhgpo.losses import clipped_value_loss
 from rllib_mhgpo.micro_batches import Laid
 from rllib_mhgpo.packing import right_pad
@@ -79,6 +81,7 @@ class MAPPOConfig(LLMConfig):
                     f"config: critic_llm: expected the policy's architecture, {mine} ({name}), found {its}; one critic "
                     "reads what all policies read."
                 )
+        check_context("critic_llm", self.critic_llm or self.llm, longest_sequence(self, self.context))
 
     def get_multi_rl_module_spec(self, **kwargs: Any) -> Any:
         """Adds the critic to the modules of the learner."""

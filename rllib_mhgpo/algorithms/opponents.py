@@ -18,6 +18,7 @@ from rllib_mhgpo.algorithms.registration import import_named
 from rllib_mhgpo.engines import Cast, Engine, HFEngine, VLLMEngine, Written
 from rllib_mhgpo.errors import CheckpointError, ConfigError
 from rllib_mhgpo.llms import eos_ids, load_model, load_tokenizer, resolve_llm
+from rllib_mhgpo.llms.folders import check_context
 
 RANDOM, PAST, PERIOD = "random", "past", "period"
 FILE = "past_opponents.safetensors"
@@ -31,6 +32,7 @@ class Opponents:
         own: by agent, the engine of the policy that it follows.
         players: who plays each other agent, as the key ``opponents`` says.
         refresh: iterations after which ``past`` becomes the present policy.
+        longest: most tokens of prompt and response together.
         present: makes an engine of transformers of the policy that an agent follows, as it is now, for policies whose
             own engine is vLLM; None where policies stay as they are, so that ``past`` is the present policy too.
 
@@ -43,6 +45,7 @@ class Opponents:
         own: Mapping[str, HFEngine | VLLMEngine],
         players: Mapping[str, str],
         refresh: int,
+        longest: int,
         present: Callable[[str], HFEngine] | None = None,
     ) -> None:
         self.own, self.refresh, self.present, self.period = own, refresh, present, -1
@@ -51,7 +54,7 @@ class Opponents:
         engines = {key: self._copy(agent) for key, agent in copies.items()}
         self.past = {agent: engines[id(own[agent])] for agent in following}
         sources = {agent: policy_source(who, agent) for agent, who in players.items() if who != PAST}
-        made = {source: _player(source, own[agent]) for agent, source in sources.items()}
+        made = {source: _player(source, own[agent], longest) for agent, source in sources.items()}
         others = {agent: made[source] for agent, source in sources.items()}
         self.engine = Cast(next(iter(own.values())), {**own, **others, **self.past})
 
@@ -120,12 +123,12 @@ def _device(mine: HFEngine | VLLMEngine) -> torch.device:
     return mine.model.device if isinstance(mine, HFEngine) else torch.device("cuda" if mine.place.gpus else "cpu")
 
 
-def _player(who: str, mine: HFEngine | VLLMEngine) -> Engine:
+def _player(who: str, mine: HFEngine | VLLMEngine, longest: int) -> Engine:
     if who == RANDOM:
         return Written(random_reply, who, mine.tokenizer)
     if ":" in who and not Path(who).expanduser().is_dir():
         return Written(import_named("opponents", who, {}), who, mine.tokenizer)
-    return loaded(who, mine)
+    return loaded(who, mine, longest)
 
 
 def random_reply(env: Any, agent: str) -> str:
@@ -136,12 +139,14 @@ def random_reply(env: Any, agent: str) -> str:
     return draw(agent)
 
 
-def loaded(name: str, mine: HFEngine | VLLMEngine) -> HFEngine:
+def loaded(name: str, mine: HFEngine | VLLMEngine, longest: int) -> HFEngine:
     """Returns an engine for a model folder, or what else the key ``llm`` takes.
 
     Raises:
         ConfigError: its tokenizer is another one, so that it could not read the prompts.
+        ModelError: its context is too short for them.
     """
+    check_context("opponents", name, longest)
     model, tokenizer = load_model(name), load_tokenizer(name)
     if tokenizer.get_vocab() != mine.tokenizer.get_vocab():
         raise ConfigError(f"opponents: {name!r} has another tokenizer than the policy and cannot read its prompts.")

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import Any, get_type_hints
 
 from rllib_mhgpo.errors import ConfigError, did_you_mean
+from rllib_mhgpo.kinds import check_kind
 
 ALGORITHMS = {
     "MHGPO": "rllib_mhgpo.algorithms.mhgpo:MHGPO",
@@ -93,7 +94,7 @@ def check_environment(env: Any, config: Mapping[str, Any]) -> None:
     """
     found = environment_class(env)
     if found is not None:
-        refuse_unknown_keys(found, config)
+        check_arguments(found, config)
         if hasattr(found, "check"):
             found.check(config)
         return
@@ -144,33 +145,51 @@ def is_gymnasium(cls: type) -> bool:
 
 def build(cls: type, offered: Mapping[str, Any], config: Mapping[str, Any]) -> Any:
     """Calls a class with what it takes of ``offered`` and all of ``config``."""
-    refuse_unknown_keys(cls, config)
+    check_arguments(cls, config)
     parameters, takes_all = keywords(cls)
     return cls(**{key: value for key, value in offered.items() if key in parameters or takes_all} | dict(config))
 
 
-def refuse_unknown_keys(cls: type, config: Mapping[str, Any]) -> None:
-    """Raises a ConfigError for the first key that the class does not take; the nearest one is named."""
+def check_arguments(cls: type, config: Mapping[str, Any]) -> None:
+    """Raises a ConfigError for the first key that the class does not take, or whose value its annotation excludes.
+
+    Of an unknown key the nearest known one is named. A default is always right.
+    """
     parameters, takes_all = keywords(cls)
-    for key in config:
+    for key, value in config.items():
         if key not in parameters and not takes_all:
             raise ConfigError(
                 f"env_config: {cls.__name__} takes no {key!r}; it takes {', '.join(parameters)}."
                 + did_you_mean(key, parameters)
             )
+        kind, default = parameters.get(key, (Any, None))
+        if value is not default:
+            check_kind(f"env_config.{key}", value, kind)
 
 
-def keywords(cls: type) -> tuple[list[str], bool]:
-    """Returns the keyword arguments of a class, those that it hands on to its bases included, and whether any goes."""
-    names: dict[str, None] = {}
+def keywords(cls: type) -> tuple[dict[str, tuple[Any, Any]], bool]:
+    """Returns the keyword arguments of a class, those that it hands on to its bases included, and whether any goes.
+
+    Beside each name stand its annotation, ``Any`` where it has none that can be read, and its default.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
     for base in cls.__mro__:
         if "__init__" in vars(base):
-            own = signature(base.__init__).parameters.values()  # type: ignore[misc]
-            named = [p.name for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-            names |= dict.fromkeys(name for name in named if name != "self")
+            own = list(signature(base.__init__).parameters.values())[1:]  # type: ignore[misc]
+            hints = _hints(base)
+            for p in own:
+                if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY):
+                    found.setdefault(p.name, (hints.get(p.name, Any), p.default))
             if all(p.kind is not p.VAR_KEYWORD for p in own):
-                return list(names), False
-    return list(names), True
+                return found, False
+    return found, True
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(cls.__init__)  # type: ignore[misc]
+    except Exception:  # a name that exists for type checkers alone
+        return {}
 
 
 def register() -> None:

@@ -193,6 +193,32 @@ def check_adapters(config: "LLMConfig") -> None:
         raise ConfigError("config: lora.adapters: opponents play with one set of weights; share the adapter.")
 
 
+def prompt_limits(config: "LLMConfig", context: int) -> tuple[int, int]:
+    """Returns the longest prompt, and the length beyond which an environment leaves passages out of one, in tokens.
+
+    Where ``max_prompt_tokens`` is null a prompt may fill the context but for a token, and each response is lowered to
+    what its prompt leaves; passages leave responses their room, but never have less than half of the context.
+
+    Raises:
+        ConfigError: prompts that leave no room for a response.
+    """
+    longest = config.max_prompt_tokens
+    if longest is None:
+        return context - 1, max(context - config.longest_response, context // 2)
+    if longest >= context:
+        raise ConfigError(
+            f"config: max_prompt_tokens: expected 1 to {context - 1}, which leaves a response room in the context of "
+            f"{context} tokens of {min(config.llms.values(), key=config.context_of)!r}; found {longest}."
+        )
+    return longest, longest
+
+
+def longest_sequence(config: "LLMConfig", context: int) -> int:
+    """Returns the most tokens that prompt and response have together."""
+    prompt, _ = prompt_limits(config, context)
+    return min(context, prompt + config.longest_response)
+
+
 def check_rollouts(config: "LLMConfig") -> None:
     """Refuses numbers of questions and forks that do not go together."""
     if (config.minibatch_questions or 0) > config.questions_per_iteration:

@@ -12,7 +12,7 @@ from typing import Any
 
 from rllib_mhgpo.algorithms.registration import peek_environment, register, resolve_algorithm
 from rllib_mhgpo.cli.experiments import Experiment
-from rllib_mhgpo.cli.search_spaces import searched
+from rllib_mhgpo.cli.search_spaces import places, searched
 from rllib_mhgpo.cli.tuners import check_search
 from rllib_mhgpo.errors import ConfigError, MHGPOError, did_you_mean
 
@@ -61,6 +61,19 @@ def named_variants(config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, A
             ", ".join(f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items()),
             spec["config"],
         )
+
+
+def the_variant(config: Mapping[str, Any], source: str, remedy: str) -> dict[str, Any]:
+    """Returns the config of an experiment that has only one.
+
+    Raises:
+        ConfigError: it searches; where, and the remedy.
+    """
+    grids, domains = places(searched(dict(config)))
+    if domains or len(list(islice(variants(config), 2))) > 1:
+        found = ", ".join([*grids, *domains])
+        raise ConfigError(f"{source}: expected one configuration, found a search over {found}; {remedy}")
+    return next(variants(config))
 
 
 def peek(name: str, algorithm: Any, experiment: Experiment) -> None:

@@ -43,7 +43,7 @@ def doctor(
 
 
 def findings(path: Path | None, changes: list[str]) -> Iterator["Finding"]:
-    """Yields what there is to say of the machine and, with a file, of its experiments' first variants."""
+    """Yields what there is to say of the machine and, with a file, of its experiments."""
     from rllib_mhgpo.cli.machine_checks import faiss_searches, machine_checks, packages
     from rllib_mhgpo.cli.system_checks import system_checks
 
@@ -62,7 +62,7 @@ def configurations(path: Path, changes: list[str]) -> Iterator[Any]:
     Raises:
         ConfigError: the file does not describe an experiment of this package.
     """
-    from rllib_mhgpo.cli.checks import check, is_own, variants
+    from rllib_mhgpo.cli.checks import check, is_own, the_variant
     from rllib_mhgpo.cli.experiments import change, load_experiments
 
     for name, experiment in load_experiments(path).items():
@@ -71,7 +71,9 @@ def configurations(path: Path, changes: list[str]) -> Iterator[Any]:
         algorithm: Any = check(name, experiment)
         if not is_own(algorithm):
             raise ConfigError(f"doctor: {name} runs {algorithm.__name__}; expected an algorithm of this package.")
-        config = algorithm.get_default_config().update_from_dict(next(variants(experiment["config"])))
+        config = algorithm.get_default_config().update_from_dict(
+            the_variant(experiment["config"], name, "choose one value of each, such as --set lr=1e-5.")
+        )
         config.validate()
         yield config
 

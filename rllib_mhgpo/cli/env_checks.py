@@ -18,6 +18,7 @@ from pettingzoo.test import api_test, seed_test
 
 from rllib_mhgpo.algorithms.evaluation import System, assemble
 from rllib_mhgpo.algorithms.registration import import_named
+from rllib_mhgpo.algorithms.scale_checks import prompt_limits
 from rllib_mhgpo.credit import AGGREGATIONS, group_advantages, propagate
 from rllib_mhgpo.engines import Prompt
 from rllib_mhgpo.errors import MHGPOError
@@ -262,7 +263,7 @@ def fits(system: System, roots: Sequence[int]) -> str:
             agent = env.agent_selection
             longest[agent] = max(longest.get(agent, 0), len(env.observe(agent)))
             env.step(respond(system, env, turn))
-    room = system.context - system.config.longest_response
+    _, room = prompt_limits(system.config, system.context)
     over = {agent: length for agent, length in longest.items() if length > room}
     said = ", ".join(f"{agent} {length}" for agent, length in longest.items())
     if over:

@@ -33,6 +33,7 @@ EXAMPLES = """
 SCORES = {"acc": "Acc", "em": "EM", "f1": "F1", "avg": "AVG"}
 WHOLE = "as it is"
 DEV = "the run's dev questions"
+MOST_NAMED = 10
 
 Record = dict[str, Any]
 
@@ -194,17 +195,20 @@ def untrained(file: Path, env_config: Mapping[str, Any]) -> "System":
     """Puts together the system that an experiment file describes, with the policy it starts from.
 
     Raises:
-        ConfigError: the file has several experiments, or one that is not of this package's algorithms.
+        ConfigError: the file has several experiments or searches for settings, or its algorithm is not of this package.
     """
     from rllib_mhgpo.algorithms.config import LLMConfig
     from rllib_mhgpo.algorithms.evaluation import assemble
-    from rllib_mhgpo.cli.checks import check, variants
+    from rllib_mhgpo.cli.checks import check, the_variant, variants
 
     experiments = load_experiments(file)
     if len(experiments) != 1:
         raise ConfigError(f"{file}: expected one experiment, found {', '.join(experiments)}.")
     ((name, experiment),) = experiments.items()
     algorithm: Any = check(name, experiment)
+    its = experiment["config"].get("env_config", {})
+    left = {**experiment["config"], "env_config": {key: value for key, value in its.items() if key not in env_config}}
+    the_variant(left, f"{file}: {name}", "write one value of each into a copy of the file.")
     settings = next(iter(variants(experiment["config"])))
     config = algorithm.get_default_config()
     if not isinstance(config, LLMConfig):
@@ -257,8 +261,9 @@ def format_scores(records: Sequence[Record], whole: Sequence[Record] = ()) -> st
         changed = f" ({_percent(*changes[name], '+')})" if name in changes else ""
         return f"{SCORES.get(name, name)} {_percent(*means[name])}{changed}"
 
-    voided = sum("void" in record for record in records)
-    tail = [f"{len(records)} questions", *([f"{voided} voided, counted 0"] if voided else [])]
+    voided = [str(record.get("id", record.get("root"))) for record in records if "void" in record]
+    some = ", ".join(voided[:MOST_NAMED]) + (", ..." if len(voided) > MOST_NAMED else "")
+    tail = [f"{len(records)} questions", *([f"{len(voided)} voided, counted 0: {some}"] if voided else [])]
     return " | ".join([*map(cell, names), *tail])
 
 

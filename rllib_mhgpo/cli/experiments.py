@@ -7,7 +7,7 @@ into ``config`` and ``checkpoint_config``. Nothing of Ray is imported here excep
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -48,6 +48,35 @@ OLD_CHECKPOINT_KEYS = {
     "keep_checkpoints_num": "num_to_keep",
 }
 MAPPINGS = ("config", "stop", "checkpoint_config")
+Rule = tuple[Callable[[Any], bool], str]
+
+
+def _whole(least: int) -> Rule:
+    return lambda value: type(value) is int and value >= least, f"a whole number of at least {least}"
+
+
+def _one_of(*words: str) -> Rule:
+    return lambda value: value in words, " or ".join(words)
+
+
+TEXT: Rule = (lambda value: isinstance(value, str), "a text")
+VALUES: dict[str, Rule] = {
+    "num_samples": _whole(1),
+    "max_concurrent_trials": _whole(1),
+    "max_failures": _whole(-1),
+    "time_budget_s": (lambda value: type(value) in (int, float) and value > 0, "a number of seconds"),
+    "metric": TEXT,
+    "mode": _one_of("max", "min"),
+    "restore": TEXT,
+    "storage_path": TEXT,
+    "resources_per_trial": (lambda value: not isinstance(value, str | int | float | list), "keys and values"),
+    "checkpoint_frequency": _whole(0),
+    "checkpoint_at_end": (lambda value: isinstance(value, bool), "true or false"),
+    "num_to_keep": _whole(1),
+    "checkpoint_score_attribute": TEXT,
+    "checkpoint_score_order": _one_of("max", "min"),
+}
+"""What each key must be; no search stands in them, Tune looks for searches in ``config`` alone."""
 
 
 def load_experiments(path: Path) -> dict[str, Experiment]:
@@ -102,12 +131,11 @@ def normalise(spec: Any, source: str) -> Experiment:
     for key in ("scheduler", "search_alg"):
         if key in made:
             made[key] = named(made[key], f"{source}: {key}")
-    if made.get("mode", "max") not in ("max", "min"):
-        raise ConfigError(f"{source}: mode: expected max or min, found {made['mode']!r}.")
-    _whole(made.setdefault("num_samples", 1), 1, f"{source}: num_samples")
-    _whole(made.get("max_concurrent_trials", 1), 1, f"{source}: max_concurrent_trials")
-    for key, least in (("checkpoint_frequency", 0), ("num_to_keep", 1)):
-        _whole(made["checkpoint_config"].get(key, least), least, f"{source}: checkpoint_config: {key}")
+    made.setdefault("num_samples", 1)
+    for place, values in ((source, made), (f"{source}: checkpoint_config", made["checkpoint_config"])):
+        for key, (is_right, wanted) in VALUES.items():
+            if key in values and not is_right(values[key]):
+                raise ConfigError(f"{place}: {key}: expected {wanted}, found {values[key]!r}.")
     return made
 
 
@@ -185,11 +213,6 @@ def refuse_unknown(found: Iterable[str], known: Iterable[str], source: str) -> N
     for key in found:
         if key not in known:
             raise ConfigError(f"{source}: unknown key {key!r}; keys are {', '.join(known)}.{did_you_mean(key, known)}")
-
-
-def _whole(value: Any, least: int, source: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{source}: expected a whole number of at least {least}, found {value!r}.")
 
 
 def _mapping(value: Any, source: str) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from rllib_mhgpo import footprint
 from rllib_mhgpo.algorithms.guards import check_agents
 from rllib_mhgpo.algorithms.opponents import PAST, Opponents, random_reply
 from rllib_mhgpo.algorithms.registration import import_named
+from rllib_mhgpo.algorithms.scale_checks import longest_sequence, prompt_limits
 from rllib_mhgpo.cli.index_checks import index_checks, search_check
 from rllib_mhgpo.cli.machine_checks import Finding, asked_gpus, disk, gpus, shared_memory
 from rllib_mhgpo.engines import Engine, HFEngine, Placement, Probe, VLLMEngine, Written
@@ -113,7 +114,9 @@ def opponents_check(bench: "Bench") -> Finding:
     try:
         module = LLMRLModule(model_config={"llm": config.llm, "lora": None}, observation_space=None, action_space=None)
         own = HFEngine(module.llm, module.eos_ids, tokenizer=module.tokenizer)
-        cast = Opponents(dict.fromkeys(bench.agents, own), players, config.opponent_refresh)
+        cast = Opponents(
+            dict.fromkeys(bench.agents, own), players, config.opponent_refresh, longest_sequence(config, bench.context)
+        )
         bench.play(cast.at(0), 1)
     except MHGPOError as error:
         return Finding("opponents", "fail", str(error), "the message says what")
@@ -213,7 +216,7 @@ def prompts(bench: Bench) -> Iterator[Finding]:
             continue
         lengths = np.array([len(act.prompt) for act in mine])
         left = float(np.mean([act.metrics.get("passages_left_out", 0.0) for act in mine]))
-        limit = bench.config.max_prompt_tokens or bench.context - bench.config.longest_response
+        _, limit = prompt_limits(bench.config, bench.context)
         seen = f"median {np.median(lengths):.0f}, longest {lengths.max()} of {limit} tokens, {len(mine)} prompts"
         if left > 0:
             remedy = "raise max_prompt_tokens, or lower env_config.top_k or the length of passages"

@@ -1,8 +1,10 @@
 """YAML 1.2 in and out: ``5e-7`` is a number, ``no`` is a word, and a mistake is named with its line and column.
 
-Dates stay the text they are: configuration has answers and names in it, never points in time.
+Dates, and numbers with underscores, stay the text they are: configuration has answers and names in it, never points in
+time, and ``2024_05_01`` is a name.
 """
 
+import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,11 @@ class _Constructor(SafeConstructor):
 
 
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", lambda _, node: _text(node))
+for _tag, _number in (("int", SafeConstructor.construct_yaml_int), ("float", SafeConstructor.construct_yaml_float)):
+    _Constructor.add_constructor(
+        f"tag:yaml.org,2002:{_tag}",
+        lambda maker, node, number=_number: _text(node) if "_" in node.value else number(maker, node),
+    )
 
 
 class _Representer(SafeRepresenter):
@@ -57,11 +64,16 @@ def parse_yaml(text: str, source: str) -> Any:
         source: what to call the text in a message.
 
     Raises:
-        ConfigError: the text is no YAML; with line and column.
+        ConfigError: the text is no YAML, or says that it is of another version; with line and column.
 
+    >>> parse_yaml("run: 2024_05_01", "example")
+    {'run': '2024_05_01'}
     >>> parse_yaml("{lr: 1e-5, max_steps: 1e5, answer: no, born: 1815-12-10}", "example")
     {'lr': 1e-05, 'max_steps': 100000.0, 'answer': 'no', 'born': '1815-12-10'}
     """
+    for number, line in enumerate(text.splitlines(), 1):
+        if re.match(r"%YAML\s+(?!1\.2\s*(#|$))", line):
+            raise ConfigError(f"{source}, line {number}: expected YAML 1.2, found {line.strip()}; remove the line.")
     try:
         return _yaml().load(text)
     except MarkedYAMLError as error:

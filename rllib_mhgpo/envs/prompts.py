@@ -7,12 +7,13 @@ A role is a template and a parser; both are data, so a user replaces them from t
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
 from rllib_mhgpo.data import Passage
 from rllib_mhgpo.errors import ConfigError, did_you_mean
+from rllib_mhgpo.kinds import check_kind, fits, whole_number
 
 AGENTS = ("rewriter", "reranker", "answerer")
 PLACES = ("question", "queries", "passages")
@@ -164,6 +165,32 @@ class Role:
         return value, bool(legal)
 
 
+KINDS = get_type_hints(Role)
+VALUES: dict[str, tuple[type, type, str]] = {
+    "rewriter": (list, str, "a list of queries"),
+    "reranker": (list, int, "a list of positions below {count}"),
+    "answerer": (str, str, "a text"),
+    "searcher": (Mapping, str, "search or answer, each with a text"),
+    "reader": (str, str, "a text"),
+}
+"""What a parser returns for each kind of role: its kind, the kind of its parts, and how a message says it."""
+
+
+def check_value(kind: str, parser: str, value: Any, count: int) -> None:
+    """Refuses what a parser should not return for a kind of role that is shown so many passages.
+
+    Raises:
+        ConfigError: the parser, what was expected and what it returned.
+    """
+    whole, part, wanted = VALUES[kind]
+    is_right = fits(value, whole) and all(fits(one, part) for one in (value.values() if whole is Mapping else value))
+    if not is_right or (kind == "reranker" and not all(0 <= position < count for position in value)):
+        raise ConfigError(
+            f"env_config.prompts: the parser {parser!r} of the {kind}: expected {wanted.format(count=count)}, found "
+            f"{value!r}."
+        )
+
+
 def fill(template: str, values: Mapping[str, object]) -> str:
     """Replaces ``{name}`` by its value in one pass, so that braces inside values stay as they are.
 
@@ -226,19 +253,23 @@ def prompt_set(name: str) -> Mapping[str, Role]:
 
 def change_role(agent: str, role: Role, change: Mapping[str, Any]) -> Role:
     """Returns the role with some fields replaced."""
-    known = {field.name for field in fields(Role)}
+    known = sorted(KINDS)
     if not isinstance(change, Mapping):
         raise ConfigError(f"env_config.prompts.{agent}: expected fields and values, found {change!r}.")
     for key in change:
         if key not in known:
             raise ConfigError(
-                f"env_config.prompts.{agent}: no field {key!r}; fields: {sorted(known)}." + did_you_mean(key, known)
+                f"env_config.prompts.{agent}: no field {key!r}; fields: {known}." + did_you_mean(key, known)
             )
+    for key, value in change.items():
+        check_kind(f"env_config.prompts.{agent}.{key}", value, KINDS[key])
     values = dict(change)
+    if values.get("passage_chars") is not None:
+        whole_number(f"prompts.{agent}.passage_chars", values["passage_chars"])
     if "examples" in values:
-        values["examples"] = tuple((str(asked), str(replied)) for asked, replied in values["examples"])
+        values["examples"] = tuple(_example(agent, pair) for pair in values["examples"])
     changed = replace(role, **values)
-    if not isinstance(changed.template, str) or not changed.template.strip():
+    if not changed.template.strip():
         raise ConfigError(f"env_config.prompts.{agent}.template: expected a text, found {changed.template!r}.")
     for place in re.findall(r"\{(\w+)\}", changed.template):
         if place not in PLACES:
@@ -248,3 +279,9 @@ def change_role(agent: str, role: Role, change: Mapping[str, Any]) -> Role:
             )
     load_parser(changed.parser)
     return changed
+
+
+def _example(agent: str, pair: Any) -> tuple[str, str]:
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise ConfigError(f"env_config.prompts.{agent}.examples: expected pairs (request, reply), found {pair!r}.")
+    return str(pair[0]), str(pair[1])

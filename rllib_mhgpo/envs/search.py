@@ -24,9 +24,10 @@ from rllib_mhgpo.data import (
     peek_questions,
 )
 from rllib_mhgpo.envs.minipedia import is_minipedia, minipedia, minipedia_corpus, parse_spec
-from rllib_mhgpo.envs.prompts import AGENTS, load_prompts
+from rllib_mhgpo.envs.prompts import AGENTS, check_value, load_prompts
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
 from rllib_mhgpo.errors import ConfigError, RolloutError, did_you_mean
+from rllib_mhgpo.kinds import check_kind, whole_number
 from rllib_mhgpo.metrics import load_reward, score_answer
 from rllib_mhgpo.retrieval import BaseRetriever, build_retriever
 from rllib_mhgpo.retrieval.build import brings_passages, peek_retriever
@@ -86,9 +87,7 @@ class SearchEnv(TokenEnv):
         self.roles = load_prompts(prompts, self.kinds)
         self.reward_function = load_reward(reward)
         self.penalties = load_penalties(penalties, self.kinds)
-        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-            raise ConfigError(f"env_config.top_k: expected a whole number of at least 1, found {top_k!r}.")
-        self.top_k = top_k
+        self.top_k = whole_number("top_k", top_k)
         brought, own_passages = _passages_of(corpus, retriever)
         self.splits = {"train": _load_questions(questions, own_passages)}
         if dev_questions is not None:
@@ -152,6 +151,10 @@ class SearchEnv(TokenEnv):
     def num_roots(self, split: str = "train") -> int:
         """Returns the number of questions; 0 where there is no such split."""
         return len(self.splits.get(split, ()))
+
+    def root_id(self, index: int, split: str) -> str:
+        """Returns the question's id."""
+        return self.splits[split][index].id
 
     def pose(self, question: str) -> str:
         """Makes a split of one question without a gold, and returns the split's name.
@@ -223,18 +226,29 @@ class SearchEnv(TokenEnv):
             self.reward_all(self._earned())
             self.score(**score_answer(self.answer, self.question.answers))
 
+    def understood(self, agent: str, text: str) -> tuple[Any, bool]:
+        """Returns what an output says by its role's parser, and whether it is legal.
+
+        Raises:
+            ConfigError: the parser fails, or returns what is of no use to the role.
+        """
+        kind, role = self.kinds[agent], self.roles[agent]
+        value, legal = role.parse(text, self.passages) if kind == "reranker" else role.parse(text)
+        check_value(kind, role.parser, value, len(self.passages))
+        return value, legal
+
     def _rewriter(self, agent: str, text: str) -> Outcome:
         """The search itself is in :meth:`prefetch`."""
-        queries, legal = self.roles[agent].parse(text)
+        queries, legal = self.understood(agent, text)
         recalled = self._recall(range(len(self.passages)))
         return legal, {"queries": float(len(queries)), "cache_hits": self.cache_hits, **recalled}
 
     def _reranker(self, agent: str, text: str) -> Outcome:
-        self.chosen, legal = self.roles[agent].parse(text, self.passages)
+        self.chosen, legal = self.understood(agent, text)
         return legal, {"documents": float(len(self.chosen)), **self._recall(self.chosen)}
 
     def _answerer(self, agent: str, text: str) -> Outcome:
-        self.answer, legal = self.roles[agent].parse(text)
+        self.answer, legal = self.understood(agent, text)
         return legal, {"answer_words": float(len(self.answer.split()))}
 
     def _recall(self, positions: Sequence[int]) -> dict[str, float]:
@@ -276,7 +290,7 @@ class SearchEnv(TokenEnv):
         """The queries of a rewrite, the question itself where it holds none; nothing for the other roles."""
         if self.kinds[self.agent_selection] != "rewriter":
             return []
-        queries = [query for query in self.roles[self.agent_selection].parse(text)[0] if query.strip()]
+        queries = [query for query in self.understood(self.agent_selection, text)[0] if query.strip()]
         return queries or [self.question.question]
 
     def take(self, queries: list[str], found: Sequence[Sequence[Passage]]) -> None:
@@ -314,6 +328,7 @@ def dealt(found: Sequence[Sequence[Passage]], top_k: int) -> tuple[Passage, ...]
 
 def load_penalties(penalties: bool | Mapping[str, float], kinds: Mapping[str, str]) -> dict[str, float]:
     """Returns the penalty of each agent: the defaults, none, or the defaults with some values replaced."""
+    check_kind("penalties", penalties, bool | Mapping)
     defaults = {agent: PENALTIES[kind] * (penalties is not False) for agent, kind in kinds.items()}
     if isinstance(penalties, bool):
         return defaults

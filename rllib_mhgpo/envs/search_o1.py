@@ -50,7 +50,7 @@ class SearchO1Env(TranscriptEnv):
         if agent != "reader":
             super().act(agent, text)
             return
-        note, legal = self.roles[agent].parse(text)
+        note, legal = self.understood(agent, text)
         self.notes += [note] if note else []
         self.outputs[agent] = "\n".join(self.notes)
         self.unread = self.unread[1:]

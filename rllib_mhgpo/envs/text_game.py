@@ -16,6 +16,7 @@ from pettingzoo.utils.conversions import parallel_to_aec
 from rllib_mhgpo.envs.moves import Moves, import_object, renderer
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
 from rllib_mhgpo.errors import ConfigError, did_you_mean
+from rllib_mhgpo.kinds import check_kind, whole_number
 
 DEV_SEEDS = 2**31
 """Dev roots begin here, train roots at 0."""
@@ -65,7 +66,7 @@ class TextGame(TokenEnv):
         self.template = check_template(template)
         self.teams = {**{agent: agent for agent in agents}, **by_agent("teams", teams or {}, agents)}
         self.penalties = penalties_of(penalties, agents)
-        self.dev_roots, self.max_turns = dev_roots, max_turns
+        self.dev_roots, self.max_turns = whole_number("dev_roots", dev_roots, 0), whole_number("max_turns", max_turns)
 
     def num_roots(self, split: str = "train") -> int:
         """Returns how many seeds a split has."""
@@ -172,6 +173,7 @@ def by_agent(key: str, values: Mapping[str, Any], agents: Sequence[str]) -> dict
 
 def penalties_of(penalties: bool | Mapping[str, float], agents: Sequence[str]) -> dict[str, float]:
     """Returns what an illegal reply of each agent earns: -1, nothing, or a value by agent."""
+    check_kind("penalties", penalties, bool | Mapping)
     defaults = dict.fromkeys(agents, -1.0 * (penalties is not False))
     if isinstance(penalties, bool):
         return defaults

@@ -15,6 +15,7 @@ from rllib_mhgpo.envs.moves import Moves, import_object, renderer
 from rllib_mhgpo.envs.text_game import DEV_SEEDS, check_template, penalties_of
 from rllib_mhgpo.envs.token_env import Messages, TokenEnv
 from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.kinds import whole_number
 
 AGENT = "agent"
 
@@ -58,7 +59,7 @@ class TextGym(TokenEnv):
         self.template = check_template(template or ("{board}" if self.moves is None else "{board}\nmove:"))
         self.written = renderer(render)
         self.penalties = penalties_of(penalties, [AGENT])
-        self.dev_roots, self.max_turns = dev_roots, max_turns
+        self.dev_roots, self.max_turns = whole_number("dev_roots", dev_roots, 0), whole_number("max_turns", max_turns)
 
     def num_roots(self, split: str = "train") -> int:
         """Returns how many seeds a split has."""

@@ -16,6 +16,7 @@ from pettingzoo import AECEnv
 
 from rllib_mhgpo.errors import ConfigError, RolloutError
 from rllib_mhgpo.forks import copy_layers
+from rllib_mhgpo.kinds import whole_number
 from rllib_mhgpo.llms import load_tokenizer
 from rllib_mhgpo.spaces import Tokens, TokenSequence
 
@@ -36,6 +37,8 @@ class TokenEnv(AECEnv):
         max_turns: acts after which an episode is cut off (truncated).
         stop: texts that end a response, besides an EOS.
         response: the ids of the last action.
+        fitted_tokens: longest prompt that :meth:`fit` makes; where the run leaves responses room, below
+            ``max_prompt_tokens``.
         timings: seconds by phase since the environment was made, shared by its copies.
     """
 
@@ -54,7 +57,9 @@ class TokenEnv(AECEnv):
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.possible_agents = list(agents)
         self.agents: list[str] = []
-        self.max_prompt_tokens, self.max_response_tokens = max_prompt_tokens, max_response_tokens
+        self.max_prompt_tokens = whole_number("max_prompt_tokens", max_prompt_tokens)
+        self.max_response_tokens = whole_number("max_response_tokens", max_response_tokens)
+        self.fitted_tokens = max_prompt_tokens
         longest = max(max_prompt_tokens, max_response_tokens)  # what is written for a policy may be longer than it says
         self._space = TokenSequence(len(self.tokenizer), longest, sample_length=max_response_tokens)
         self.timings: dict[str, float] = {}
@@ -86,6 +91,10 @@ class TokenEnv(AECEnv):
         """
         return 1_000_000 if split == "train" else 0
 
+    def root_id(self, index: int, split: str) -> str:
+        """Returns what a root input is called where a reader looks for it: its number, or its id in a file."""
+        return str(index)
+
     @classmethod
     def prefetch(cls, envs: Sequence[Self], texts: Sequence[str]) -> None:
         """Does for many environments in one call what their acts need from outside (retrieval, tools)."""
@@ -116,14 +125,14 @@ class TokenEnv(AECEnv):
         self._scores.update(numbers)
 
     def fit(self, render: Callable[[Sequence[Any]], Messages], items: Sequence[Any]) -> tuple[Messages, int]:
-        """Renders a prompt with as many of the leading items as the prompt limit allows.
+        """Renders a prompt with as many of the leading items as :attr:`fitted_tokens` allows.
 
         Returns:
             The prompt and how many items were left out.
         """
 
         def overflows(kept: int) -> bool:
-            return len(self.encode(render(items[:kept]))) > self.max_prompt_tokens
+            return len(self.encode(render(items[:kept]))) > self.fitted_tokens
 
         kept = len(items)
         if overflows(kept):

@@ -12,7 +12,7 @@ import numpy as np
 
 from rllib_mhgpo.data import Passage
 from rllib_mhgpo.envs.search import SearchEnv
-from rllib_mhgpo.errors import ConfigError
+from rllib_mhgpo.kinds import whole_number
 from rllib_mhgpo.metrics import score_answer
 from rllib_mhgpo.spaces import Tokens
 
@@ -35,10 +35,8 @@ class TranscriptEnv(SearchEnv):
     shared: ClassVar[tuple[str, ...]] = (*SearchEnv.shared, "found", "context")
 
     def __init__(self, tokenizer: Any = "tiny", top_k: int = 5, max_rounds: int = 5, **search: Any) -> None:
-        if isinstance(max_rounds, bool) or not isinstance(max_rounds, int) or max_rounds < 1:
-            raise ConfigError(f"env_config.max_rounds: expected a whole number of at least 1, found {max_rounds!r}.")
+        self.max_rounds = whole_number("max_rounds", max_rounds)
         super().__init__(tokenizer, top_k=top_k, **search)
-        self.max_rounds = max_rounds
 
     def start(self, index: int, split: str) -> None:
         """Takes question ``index`` of the split."""
@@ -63,7 +61,7 @@ class TranscriptEnv(SearchEnv):
         """Notes a query or the answer; see the class for the rewards."""
         self.rounds.append(text)
         self.outputs[agent] = "\n".join(self.rounds)
-        said, legal = self.roles[agent].parse(text)
+        said, legal = self.understood(agent, text)
         self.answered, self.answer = "answer" in said, said.get("answer", "")
         self.context = np.concatenate([self.read(agent), self.response])
         found, self.found, self.left_out = self.found, (), 0
@@ -81,7 +79,7 @@ class TranscriptEnv(SearchEnv):
         """The query of a round, where it holds one and another round follows."""
         if self.agent_selection != "searcher" or len(self.rounds) + 1 == self.max_rounds:
             return []
-        said, _ = self.roles["searcher"].parse(text)
+        said, _ = self.understood("searcher", text)
         return [said["search"]] if "search" in said else []
 
     def take(self, queries: list[str], found: Sequence[Sequence[Passage]]) -> None:
@@ -99,10 +97,10 @@ class TranscriptEnv(SearchEnv):
         assert self.context is not None
         for kept in range(len(texts), -1, -1):
             context = np.concatenate([self.context, self.encode_text(information("\n".join(texts[:kept])))])
-            if len(context) <= self.max_prompt_tokens or not kept:
+            if len(context) <= self.fitted_tokens or not kept:
                 break
         self.left_out, self.context = len(texts) - kept, context
-        self.is_full = len(context) > self.max_prompt_tokens
+        self.is_full = len(context) > self.fitted_tokens
 
 
 def information(shown: str) -> str:

@@ -210,6 +210,17 @@ def context_length(name: str) -> int:
     return int(config.get_text_config().max_position_embeddings)
 
 
+def check_context(key: str, name: str, longest: int) -> None:
+    """Raises ModelError where a model that reads along has a shorter context than the run's sequences."""
+    context = context_length(name)
+    if context < longest:
+        raise ModelError(
+            f"{key}: {name!r} has a context of {context} tokens, expected at least the {longest} that prompt and "
+            f"response may have together; lower max_prompt_tokens and max_response_tokens to {context} in all, or give "
+            "a model with a longer context."
+        )
+
+
 def check_folder(folder: Path) -> None:
     """Raises ModelError unless the folder holds a readable config and complete safetensors weights."""
     config = folder / "config.json"
