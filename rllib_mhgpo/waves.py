@@ -4,7 +4,6 @@ Knows no environment, no strategy and no RLlib; what comes out are rollout trees
 """
 
 import copy
-import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,9 @@ from rllib_mhgpo.forks import copy_env
 from rllib_mhgpo.sampling import Strategy, Visit
 from rllib_mhgpo.spaces import Tokens
 from rllib_mhgpo.tree import TEAM, Generation, RolloutTree
+
+LARGEST_REWARD = 1e100
+"""Squares of larger ones, summed, have no place in a number."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ def _note(branch: Branch, how: Play) -> bool:
     generation.team = teams.get(generation.agent, TEAM)
     generation.specific, generation.shared = split_rewards(rewards, infos, teams, generation.agent, ended)
     for value in (generation.specific, *generation.shared.values()):
-        if not math.isfinite(value):
+        if not abs(value) < LARGEST_REWARD:
             raise RolloutError(
                 f"question {branch.tree.root}, agent {generation.agent!r}: expected a finite reward, found {value}."
             )

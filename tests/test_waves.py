@@ -146,7 +146,7 @@ def test_a_reward_that_is_no_number_voids_its_rollout_naming_question_and_agent(
     assert len(list(tree.leaves())) == 3
 
 
-@pytest.mark.parametrize("wrong", ["nan", "inf"])
+@pytest.mark.parametrize("wrong", ["nan", "inf", "1e+300"])
 def test_a_specific_reward_that_is_no_number_voids_its_rollout_too(wrong: str) -> None:
     """R8: what one agent alone earns, before the episode's end; named as it was given, not what is left of it."""
 
