@@ -3,20 +3,24 @@
 Not a validator of all of Python's types. The one idea: what no file could hold, or only its owner can judge, passes.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import numpy as np
+
 from rllib_mhgpo.errors import ConfigError
 
 SCALARS: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    bool: (lambda value: isinstance(value, bool), "true or false"),
+    bool: (lambda value: isinstance(value, bool | np.bool_), "true or false"),
     int: (lambda value: isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
     float: (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
     str: (lambda value: isinstance(value, str), "a text"),
     NoneType: (lambda value: value is None, "null"),
 }
+LISTS = (dict, list, tuple, set, frozenset)
+"""What a file can hold, beside the abstract kinds of these; other classes, such as enums, their owners judge."""
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -32,13 +36,14 @@ def fits(value: Any, kind: Any) -> bool:
         return any(fits(value, part) for part in get_args(kind))
     if origin is Literal:
         return value in get_args(kind)
-    if kind in SCALARS:
+    if isinstance(kind, Hashable) and kind in SCALARS:
         return SCALARS[kind][0](value)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
+    if not isinstance(origin, type) or not (origin in LISTS or origin.__module__ == "collections.abc"):
+        return True
+    if issubclass(origin, Mapping):
         return isinstance(value, Mapping)
-    if isinstance(origin, type) and issubclass(origin, Collection):
-        return isinstance(value, Collection) and not isinstance(value, str | Mapping)
-    return True
+    is_list = isinstance(value, Collection) and not isinstance(value, str | Mapping)
+    return is_list or not issubclass(origin, Collection)
 
 
 def said(kind: Any) -> str:
@@ -50,8 +55,10 @@ def said(kind: Any) -> str:
     origin = get_origin(kind) or kind
     if origin in (Union, UnionType):
         return " or ".join(map(said, get_args(kind)))
-    if kind in SCALARS:
+    if isinstance(kind, Hashable) and kind in SCALARS:
         return SCALARS[kind][1]
+    if origin is Literal:
+        return " or ".join(map(repr, get_args(kind)))
     if isinstance(origin, type) and issubclass(origin, Collection):
         return "keys and values" if issubclass(origin, Mapping) else "a list"
     return str(getattr(origin, "__name__", origin))

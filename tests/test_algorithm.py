@@ -336,9 +336,10 @@ def test_passages_leave_responses_their_room(make: Make) -> None:
     """Context 1024: a response of 64 tokens, and of no more than half of it, is not lowered for a passage."""
     for response, room in ((64, 960), (1010, 512)):
         env = make(max_response_tokens=response).env_runner.env
-        assert (env.max_prompt_tokens, env.fitted_tokens) == (1023, room)
+        assert (env.longest_prompt, env.max_prompt_tokens) == (1023, room)
+        assert env.observation_space("rewriter").contains(np.zeros(1023, np.int32))
     env = make(max_prompt_tokens=1000).env_runner.env
-    assert (env.max_prompt_tokens, env.fitted_tokens) == (1000, 1000)
+    assert (env.longest_prompt, env.max_prompt_tokens) == (1000, 1000)
 
 
 def test_a_model_beside_the_policy_needs_as_long_a_context(make: Make, tmp_path: Path, toy_folder: Path) -> None:
@@ -349,6 +350,9 @@ def test_a_model_beside_the_policy_needs_as_long_a_context(make: Make, tmp_path:
     with pytest.raises(ModelError, match=said.format(201)):
         make(opponents={"reranker": short}, max_prompt_tokens=195)
     make(opponents={"reranker": short}, max_prompt_tokens=194)
+    given = make().config.env_config
+    env = make(opponents={"reranker": short}, env_config={**given, "max_prompt_tokens": 194}).env_runner.env
+    assert (env.longest_prompt, env.max_prompt_tokens) == (194, 194)
 
 
 def test_the_lr_may_be_a_schedule_as_in_rllib(make: Make) -> None:

@@ -196,6 +196,8 @@ def test_grid_search_is_found_at_any_depth() -> None:
         ("a: {run: PPO, max_failures: no}", "max_failures: expected a whole number of at least -1, found 'no'"),
         ("a: {run: PPO, storage_path: 20240501}", "storage_path: expected a text, found 20240501"),
         ("a: {run: PPO, resources_per_trial: 4}", "resources_per_trial: expected keys and values, found 4"),
+        ("a: {run: PPO, stop: {1: 2}}", "stop: expected columns' names, found 1"),
+        ("a: {run: PPO, stop: {reward: .nan}}", "stop: reward: expected a number, found nan"),
         ("%YAML 1.1\n---\na: {run: PPO}", "line 1: expected YAML 1.2, found %YAML 1.1; remove the line"),
         ("a: {run: MHGPO, env: search, config: {env_config: {penalties: no}}}", "penalties: expected true or false or"),
         (

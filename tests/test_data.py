@@ -325,6 +325,14 @@ def test_real_files_of_other_kinds_are_refused(name: str, message: str) -> None:
         load_questions(real_file(name))
 
 
+def test_one_passage_with_many_keys_is_a_passage(tmp_path: Path) -> None:
+    """An object of titles and sentences has as many texts."""
+    record = {"id": "1", "title": "T", "text": "X about boats", **dict.fromkeys("abcdefgh", "more")}
+    (tmp_path / "one.jsonl").write_text(json.dumps(record))
+    (passage,) = load_corpus(tmp_path / "one.jsonl")
+    assert (passage.title, passage.text) == ("T", "X about boats")
+
+
 def test_questions_are_a_sequence() -> None:
     questions = Questions([Question(str(i), "q", ("a",)) for i in range(3)], "made")
     assert [question.id for question in questions[1:]] == ["1", "2"]

@@ -52,6 +52,7 @@ class CheckpointedAlgorithm(Algorithm):
     _dev: dict[str, float]
     _dev_start: dict[str, float]
     _facts: dict[str, str]
+    _is_gathered = False
 
     def _sync(self) -> None:
         """Hands the learners' weights to the runners."""
@@ -60,7 +61,7 @@ class CheckpointedAlgorithm(Algorithm):
     def get_state(self, components: Any = None, *, not_components: Any = None, **kwargs: Any) -> dict[str, Any]:
         """Adds the run's seed and dev scores; the roots dealt so far follow from seed and iteration.
 
-        Beside the learners' state are the parts of sharded optimisers and the opponents ``past``, as in a checkpoint.
+        Beside the whole state are the parts of sharded optimisers and the opponents ``past``, as in a checkpoint.
         """
         own: dict[str, Any] = {
             "seed": self.run_seed, "dev": self._dev, "dev_start": self._dev_start, "updates": self._updates,
@@ -69,10 +70,10 @@ class CheckpointedAlgorithm(Algorithm):
             return {**super().get_state(components, not_components=not_components, **kwargs), STATE: own}
         with self._gathered():
             state = super().get_state(components, not_components=not_components, **kwargs)
-        beside: dict[str, Any] = {SHARDS.name: list(self._shards())}
-        if self._has_past:
-            beside[PAST] = self._past()
-        return {**state, STATE: {**own, **beside}}
+        if components is None:  # a checkpoint asks for parts, and writes these itself, one learner's at a time
+            own[SHARDS.name] = list(self._shards())
+            own[PAST] = self._past() if self._has_past else None
+        return {**state, STATE: own}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Takes a state of :meth:`get_state`, and gives the runners its weights.
@@ -163,14 +164,16 @@ class CheckpointedAlgorithm(Algorithm):
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:
-        """The context in which the first learner holds sharded models whole."""
-        if self.config.zero_stage < 3:
+        """The context in which the first learner holds sharded models whole; within it, it changes nothing."""
+        if self.config.zero_stage < 3 or self._is_gathered:
             yield
             return
-        self.learners.each(lambda learner: learner.gather())
+        self._is_gathered = True
         try:
+            self.learners.each(lambda learner: learner.gather())
             yield
         finally:
+            self._is_gathered = False
             self.learners.each(lambda learner: learner.release())
 
     def _shards(self) -> Iterator[dict[str, NDArray[Any]]]:

@@ -233,6 +233,9 @@ def read_metadata(folder: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read.
     """
     try:
-        return dict(json.loads((folder / METADATA).read_text()))
+        found = json.loads((folder / METADATA).read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: {METADATA} cannot be read: {error}.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{folder}: {METADATA}: expected an object, found {type(found).__name__}.")
+    return found

@@ -274,14 +274,14 @@ class LLMConfig(AlgorithmConfig):
         longest, fitted = prompt_limits(self, context)
         offered: dict[str, Any] = {
             "tokenizer": tokenizer,
-            "max_prompt_tokens": longest,
+            "max_prompt_tokens": fitted,
             "max_response_tokens": self.longest_response,
         }
         if self.penalties is not True:
             offered["penalties"] = self.penalties
         env: AECEnv = make_environment(self.env, offered, self.env_config)
-        if hasattr(env.unwrapped, "fitted_tokens"):
-            env.unwrapped.fitted_tokens = min(fitted, env.unwrapped.fitted_tokens)
+        if hasattr(env.unwrapped, "admit"):
+            env.unwrapped.admit(longest)
         return env
 
     def cast(self, engines: Mapping[str, Any], agents: Sequence[str], context: int, present: Any = None) -> Opponents:

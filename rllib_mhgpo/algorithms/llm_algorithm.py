@@ -150,7 +150,8 @@ class LLMAlgorithm(CheckpointedAlgorithm):
     def default_resource_request(cls, config: Any) -> PlacementGroupFactory:
         """As RLlib's, but what the main process runs is counted where it runs.
 
-        A learner there takes no CPU of its own, so that fractions are possible; an engine there takes its GPUs.
+        A learner there takes no CPU of its own, so that fractions are possible; an engine there takes its GPUs, beside
+        the learner's where both are parts of one, else the same.
         """
         request = super().default_resource_request(config)
         asked = cls.get_default_config().update_from_dict(config)
@@ -158,7 +159,8 @@ class LLMAlgorithm(CheckpointedAlgorithm):
         if not asked.num_learners:
             main = {**main, "CPU": asked.num_cpus_for_main_process}
         if asked.engine == "vllm" and not asked.num_env_runners:
-            main = {**main, "GPU": main.get("GPU", 0) + asked.num_gpus_per_env_runner}
+            mine, its = main.get("GPU", 0), asked.num_gpus_per_env_runner
+            main = {**main, "GPU": mine + its if mine + its <= 1 else max(mine, its)}
         return PlacementGroupFactory([main, *others], strategy=request.strategy)
 
     def setup(self, config: Any) -> None:

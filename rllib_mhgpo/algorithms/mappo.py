@@ -161,7 +161,7 @@ class MAPPO(LLMAlgorithm):
         """Returns what the critic reads before each response; the oldest tokens go where the context is too short."""
         if self.config.critic_input == "local":
             return [generation.prompt for generation in flat.generations]
-        context, previous = context_length(self.config.llm), flat.previous
+        context, previous = context_length(self.config.critic_llm or self.config.llm), flat.previous
         prompts: list[Tokens] = []
         for row, generation in enumerate(flat.generations):
             before = previous[row]
@@ -225,7 +225,7 @@ class MAPPOLearner(PolicyLearner):
     def step_beside(self, batch: TrainBatch, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
         """Takes the critic's step; returns ``value_loss``, sums over response tokens."""
         if not largest(len(rows), self._device):
-            return {}
+            return {"value_loss": np.zeros(0)}
         measured, micro = np.zeros(len(rows)), self.policy.micro
         body = replace(micro.work, head=0)  # its own head is one number
         for part, is_last in micro.in_step(batch, rows, batch.critic_prompts):

@@ -153,9 +153,11 @@ def build(cls: type, offered: Mapping[str, Any], config: Mapping[str, Any]) -> A
 def check_arguments(cls: type, config: Mapping[str, Any]) -> None:
     """Raises a ConfigError for the first key that the class does not take, or whose value its annotation excludes.
 
-    Of an unknown key the nearest known one is named. A default is always right.
+    Of an unknown key the nearest known one is named. A default is always right, and null where a class is not of this
+    package: many that take it do not say so.
     """
     parameters, takes_all = keywords(cls)
+    is_own = cls.__module__.startswith("rllib_mhgpo.")
     for key, value in config.items():
         if key not in parameters and not takes_all:
             raise ConfigError(
@@ -163,7 +165,10 @@ def check_arguments(cls: type, config: Mapping[str, Any]) -> None:
                 + did_you_mean(key, parameters)
             )
         kind, default = parameters.get(key, (Any, None))
-        if value is not default:
+        is_default = value is default or (
+            type(value) is type(default) and isinstance(value, float) and value == default
+        )
+        if not is_default and (value is not None or is_own):
             check_kind(f"env_config.{key}", value, kind)
 
 

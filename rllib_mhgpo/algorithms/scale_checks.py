@@ -194,7 +194,7 @@ def check_adapters(config: "LLMConfig") -> None:
 
 
 def prompt_limits(config: "LLMConfig", context: int) -> tuple[int, int]:
-    """Returns the longest prompt, and the length beyond which an environment leaves passages out of one, in tokens.
+    """Returns the longest prompt, and the length to which an environment fits prompts, in tokens.
 
     Where ``max_prompt_tokens`` is null a prompt may fill the context but for a token, and each response is lowered to
     what its prompt leaves; passages leave responses their room, but never have less than half of the context.
@@ -202,7 +202,9 @@ def prompt_limits(config: "LLMConfig", context: int) -> tuple[int, int]:
     Raises:
         ConfigError: prompts that leave no room for a response.
     """
-    longest = config.max_prompt_tokens
+    own, longest = config.env_config.get("max_prompt_tokens"), config.max_prompt_tokens
+    if isinstance(own, int):
+        return min(own, context - 1), min(own, context - 1)
     if longest is None:
         return context - 1, max(context - config.longest_response, context // 2)
     if longest >= context:
@@ -251,7 +253,8 @@ def check_losses(config: "LLMConfig") -> None:
             "k2 or k3, or kl_in_reward."
         )
     limits = config.max_response_tokens
-    shortest = limits if isinstance(limits, int) else min(limits.values())
+    charged = {limits} if isinstance(limits, int) else {limits[agent] for agent in {*limits} - {*config.opponents}}
+    shortest = min(charged, default=config.overlong_penalty_tokens)
     if config.overlong_penalty_tokens > shortest:
         raise ConfigError(
             f"config: overlong_penalty_tokens: expected at most max_response_tokens = {shortest}, found "

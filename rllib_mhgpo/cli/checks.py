@@ -168,7 +168,8 @@ def check_config(algorithm: type, config: Mapping[str, Any]) -> None:
     for key in config:
         if not _knows(default, key):
             raise ConfigError(
-                f"config: unknown key {key!r} of {algorithm.__name__}.{did_you_mean(key, default.to_dict())}"
+                f"config: unknown key {key!r} of {algorithm.__name__}."
+                + did_you_mean(key, [known for known in default.to_dict() if not known.startswith("_")])
             )
     try:
         default.update_from_dict(dict(config)).validate()
@@ -178,6 +179,8 @@ def check_config(algorithm: type, config: Mapping[str, Any]) -> None:
 
 def _knows(default: Any, key: str) -> bool:
     """True for a field of an AlgorithmConfig, under its present or an older name, but not for its methods."""
+    if getattr(getattr(type(default), key, None), "fset", None):
+        return True
     return key in ("multiagent", *default.to_dict()) or (key in default and not hasattr(type(default), key))
 
 

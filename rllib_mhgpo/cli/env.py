@@ -74,12 +74,7 @@ def assembled(environment: str, env_config: str | None, llm: str | None, config:
 
     changes, own = read_json(env_config, "--env-config"), read_json(config, "--config")
     if Path(environment).suffix in (".yaml", ".yml", ".py"):
-        system = untrained(Path(environment), changes)
-        if llm is None and not own:
-            return system
-        settings = system.config.update_from_dict({**own, **({"llm": llm} if llm else {})})
-        settings.validate()
-        return assemble(settings, settings.llms, settings.env_config)
+        return untrained(Path(environment), changes, {**own, **({"llm": llm} if llm else {})})
     given = {"llm": MHGPOConfig.llm, **own, **({"llm": llm} if llm else {})}
     settings = MHGPOConfig.check({**given, "env": environment, "env_config": changes})
     return assemble(settings, settings.llms, changes)

@@ -191,8 +191,8 @@ def open_any(source: Path, env_config: Mapping[str, Any]) -> "System":
     return open_system(checkpoint, env_config)
 
 
-def untrained(file: Path, env_config: Mapping[str, Any]) -> "System":
-    """Puts together the system that an experiment file describes, with the policy it starts from.
+def untrained(file: Path, env_config: Mapping[str, Any], settings: Mapping[str, Any] | None = None) -> "System":
+    """Puts together the system that an experiment file describes, with other settings, and the policy it starts from.
 
     Raises:
         ConfigError: the file has several experiments or searches for settings, or its algorithm is not of this package.
@@ -205,16 +205,17 @@ def untrained(file: Path, env_config: Mapping[str, Any]) -> "System":
     if len(experiments) != 1:
         raise ConfigError(f"{file}: expected one experiment, found {', '.join(experiments)}.")
     ((name, experiment),) = experiments.items()
+    experiment["config"].update(settings or {})
     algorithm: Any = check(name, experiment)
     its = experiment["config"].get("env_config", {})
     left = {**experiment["config"], "env_config": {key: value for key, value in its.items() if key not in env_config}}
     the_variant(left, f"{file}: {name}", "write one value of each into a copy of the file.")
-    settings = next(iter(variants(experiment["config"])))
+    found = next(iter(variants(experiment["config"])))
     config = algorithm.get_default_config()
     if not isinstance(config, LLMConfig):
         raise ConfigError(f"{file}: run: expected an algorithm of this package, found {experiment['run']!r}.")
-    config.update_from_dict({**settings, "env_config": {**settings.get("env_config", {}), **env_config}})
-    return assemble(config, config.llms, settings.get("env_config", {}))
+    config.update_from_dict({**found, "env_config": {**found.get("env_config", {}), **env_config}})
+    return assemble(config, config.llms, found.get("env_config", {}))
 
 
 def answer(system: "System", split: str, limit: int | None, temperature: float = 0.0) -> list[Record]:

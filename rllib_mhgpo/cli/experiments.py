@@ -125,8 +125,13 @@ def normalise(spec: Any, source: str) -> Experiment:
         if spec.get(old) is not None:
             made["checkpoint_config"][new] = spec[old]
     refuse_unknown(made["checkpoint_config"], CHECKPOINT_KEYS, f"{source}: checkpoint_config")
+    for key in ("checkpoint_at_end", "checkpoint_score_attribute", "checkpoint_score_order"):
+        if made["checkpoint_config"].get(key, 0) is None:
+            del made["checkpoint_config"][key]
     for key, value in made["stop"].items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if not isinstance(key, str):
+            raise ConfigError(f"{source}: stop: expected columns' names, found {key!r}.")
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
             raise ConfigError(f"{source}: stop: {key}: expected a number, found {value!r}.")
     for key in ("scheduler", "search_alg"):
         if key in made:

@@ -25,8 +25,8 @@ COLUMNS = (
     "shared_token_share", "padding_share", "mfu", "tokens_per_s", "generations_per_s", "peak_memory_gb",
 )  # fmt: skip
 """Numbers without a path in the rows of this package's algorithms; agents, scores and policies have paths."""
-LATE = re.compile(r"((?:evaluation/)?env_runners/)|learners/")
-"""What RLlib's algorithms report only once an episode has ended, or the first gradient was taken."""
+LATE = re.compile(r"((?:evaluation/)?env_runners/)|evaluation/|learners/")
+"""What RLlib's algorithms report only once an episode has ended, an evaluation was made, a first gradient taken."""
 
 
 def check_stop(experiment: Mapping[str, Any], is_own: bool) -> None:
@@ -36,13 +36,16 @@ def check_stop(experiment: Mapping[str, Any], is_own: bool) -> None:
         ConfigError: such a column; the nearest one is named.
     """
     stop, config = experiment["stop"], experiment["config"]
-    # callbacks of the user's own add columns of any name
-    has_callbacks = any(k.startswith("callbacks") and v not in (None, RLlibCallback) for k, v in config.items())
     for key in stop:
-        if is_own and not has_callbacks and "/" not in key and key not in COLUMNS:
+        if is_own and not has_callbacks(config) and "/" not in key and key not in COLUMNS:
             raise ConfigError(f"stop: no column {key!r}.{did_you_mean(key, COLUMNS)}")
         if key.startswith("evaluation/") and not is_own and not config.get("evaluation_interval"):
             raise ConfigError(f"stop: {key!r} is reported by evaluations alone; set evaluation_interval.")
+
+
+def has_callbacks(config: Mapping[str, Any]) -> bool:
+    """Whether the user's own code may add columns, of any name and in any iteration."""
+    return any(key.startswith("callbacks") and value not in (None, RLlibCallback) for key, value in config.items())
 
 
 class Stops(Callback):
@@ -64,11 +67,14 @@ class Stops(Callback):
             ConfigError: one is missing and will not come, or only dev scores would stop a run without dev questions.
         """
         row, stop = flatten_dict(result), trial.stopping_criterion
+        if has_callbacks(trial.config) and any(key in row for key in stop):
+            return
+        numbers = [key for key, value in row.items() if isinstance(value, int | float)]
         for key in stop:
             if key not in row and key not in (trial.metric_analysis or {}) and not self._may_follow(key, row):
                 raise ConfigError(
                     f"stop: the first iteration reported no column {key!r}, which so would never end the run."
-                    f"{did_you_mean(key, row)} All columns stand in result.json; start anew, without --resume."
+                    f"{did_you_mean(key, numbers)} All columns stand in result.json; start anew, without --resume."
                 )
         if stop and row.get("dev/questions") == 0 and all(key.startswith("dev/") for key in stop):
             raise ConfigError(

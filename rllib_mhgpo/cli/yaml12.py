@@ -72,7 +72,7 @@ def parse_yaml(text: str, source: str) -> Any:
     {'lr': 1e-05, 'max_steps': 100000.0, 'answer': 'no', 'born': '1815-12-10'}
     """
     for number, line in enumerate(text.splitlines(), 1):
-        if re.match(r"%YAML\s+(?!1\.2\s*(#|$))", line):
+        if re.match(r"%YAML\s+(?!\s|1\.2\s*(#|$))", line):
             raise ConfigError(f"{source}, line {number}: expected YAML 1.2, found {line.strip()}; remove the line.")
     try:
         return _yaml().load(text)

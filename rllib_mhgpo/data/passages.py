@@ -12,7 +12,7 @@ told by the content of the file, and a line that cannot be a passage is named.
 
 import csv
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -157,17 +157,21 @@ def _holds_titles(record: Any) -> bool:
     """Whether the object's keys are titles and its values their sentences."""
     if not isinstance(record, dict) or not all(_sentences(value) is not None for value in record.values()):
         return False
+    if _is_passage(record):
+        return False
     return len(record) >= _FEW or not any(key.lower() in (*_KEYS, "question") for key in record)
+
+
+def _is_passage(record: Mapping[str, Any]) -> bool:
+    return ("title" in record and "text" in record) or "contents" in record or "wikipedia_title" in record
 
 
 def _reader(place: str, record: Any) -> Callable[[str, Any], Iterator[Found]]:
     if has_passages(record):
         return _of_question
     if isinstance(record, dict):
-        if "wikipedia_title" in record:
-            return _of_page
-        if ("title" in record and "text" in record) or "contents" in record:
-            return _of_record
+        if _is_passage(record):
+            return _of_page if "wikipedia_title" in record else _of_record
         if "question" in record:
             raise DataError(f"{place}: expected passages, found a question without any: {described(record)}.")
     raise DataError(

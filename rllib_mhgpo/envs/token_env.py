@@ -29,7 +29,7 @@ class TokenEnv(AECEnv):
     Args:
         agents: names of the agents.
         tokenizer: a name or folder that :func:`rllib_mhgpo.llms.load_tokenizer` takes, or a tokenizer.
-        max_prompt_tokens: longest observation.
+        max_prompt_tokens: to how many tokens prompts are fitted; longest observation, unless :meth:`admit` allows more.
         max_response_tokens: longest action.
 
     Attributes:
@@ -37,8 +37,7 @@ class TokenEnv(AECEnv):
         max_turns: acts after which an episode is cut off (truncated).
         stop: texts that end a response, besides an EOS.
         response: the ids of the last action.
-        fitted_tokens: longest prompt that :meth:`fit` makes; where the run leaves responses room, below
-            ``max_prompt_tokens``.
+        longest_prompt: longest observation, in tokens.
         timings: seconds by phase since the environment was made, shared by its copies.
     """
 
@@ -59,13 +58,17 @@ class TokenEnv(AECEnv):
         self.agents: list[str] = []
         self.max_prompt_tokens = whole_number("max_prompt_tokens", max_prompt_tokens)
         self.max_response_tokens = whole_number("max_response_tokens", max_response_tokens)
-        self.fitted_tokens = max_prompt_tokens
-        longest = max(max_prompt_tokens, max_response_tokens)  # what is written for a policy may be longer than it says
-        self._space = TokenSequence(len(self.tokenizer), longest, sample_length=max_response_tokens)
+        self.admit(self.max_prompt_tokens)
         self.timings: dict[str, float] = {}
         self.render_mode: str | None = None
         self.np_random = np.random.default_rng()
         self.response: Tokens = np.zeros(0, dtype=np.int32)
+
+    def admit(self, tokens: int) -> None:
+        """Takes prompts of up to so many tokens, though what can be left out of one is fitted to fewer."""
+        self.longest_prompt = tokens
+        longest = max(tokens, self.max_response_tokens)  # what is written for a policy may be longer than it says
+        self._space = TokenSequence(len(self.tokenizer), longest, sample_length=self.max_response_tokens)
 
     # --- what a subclass writes ---------------------------------------------------------------------------------
 
@@ -125,14 +128,14 @@ class TokenEnv(AECEnv):
         self._scores.update(numbers)
 
     def fit(self, render: Callable[[Sequence[Any]], Messages], items: Sequence[Any]) -> tuple[Messages, int]:
-        """Renders a prompt with as many of the leading items as :attr:`fitted_tokens` allows.
+        """Renders a prompt with as many of the leading items as :attr:`max_prompt_tokens` allows.
 
         Returns:
             The prompt and how many items were left out.
         """
 
         def overflows(kept: int) -> bool:
-            return len(self.encode(render(items[:kept]))) > self.fitted_tokens
+            return len(self.encode(render(items[:kept]))) > self.max_prompt_tokens
 
         kept = len(items)
         if overflows(kept):
@@ -179,9 +182,9 @@ class TokenEnv(AECEnv):
             return np.array([self.tokenizer.eos_token_id], dtype=np.int32)
         if self._observation is None:
             ids = self.read(agent)
-            if len(ids) > self.max_prompt_tokens:
+            if len(ids) > self.longest_prompt:
                 raise RolloutError(
-                    f"agent {agent!r}: the prompt has {len(ids)} tokens, the limit is {self.max_prompt_tokens}; "
+                    f"agent {agent!r}: the prompt has {len(ids)} tokens, the limit is {self.longest_prompt}; "
                     "raise max_prompt_tokens or shorten the template."
                 )
             self._observation = ids

@@ -97,10 +97,10 @@ class TranscriptEnv(SearchEnv):
         assert self.context is not None
         for kept in range(len(texts), -1, -1):
             context = np.concatenate([self.context, self.encode_text(information("\n".join(texts[:kept])))])
-            if len(context) <= self.fitted_tokens or not kept:
+            if len(context) <= self.max_prompt_tokens or not kept:
                 break
         self.left_out, self.context = len(texts) - kept, context
-        self.is_full = len(context) > self.fitted_tokens
+        self.is_full = len(context) > self.max_prompt_tokens
 
 
 def information(shown: str) -> str:
