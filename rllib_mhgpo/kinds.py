@@ -8,12 +8,10 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-import numpy as np
-
 from rllib_mhgpo.errors import ConfigError
 
 SCALARS: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    bool: (lambda value: isinstance(value, bool | np.bool_), "true or false"),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
     int: (lambda value: isinstance(value, Integral) and not isinstance(value, bool), "a whole number"),
     float: (lambda value: isinstance(value, Real) and not isinstance(value, bool), "a number"),
     str: (lambda value: isinstance(value, str), "a text"),

@@ -179,7 +179,7 @@ def found():
     return registry.contains(TRAINABLE_CLASS, "MHGPO"), registry.contains(ENV_CREATOR, "search")
 
 for session in range(2):
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     register()
     register()
     print(*ray.get(found.remote()))
