@@ -29,10 +29,11 @@ def trees(
     """Write one page of the rollouts that a run kept: questions, trees, prompts and responses."""
     check_out(out)
     from rllib_mhgpo.views.page import write_page
+    from rllib_mhgpo.views.runs import find_trials
     from rllib_mhgpo.views.trees import last_trial, tree_page
 
     trial = last_trial(run).folder
-    if trial != run.expanduser().resolve():
+    if len(find_trials(run)) > 1:
         typer.echo(f"the last run: {trial}", err=True)
     page, shown, found = tree_page(trial, iteration, question)
     write_page(out, page)
