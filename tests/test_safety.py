@@ -105,7 +105,7 @@ def test_a_run_whose_learner_is_killed_says_so_and_goes_on_to_its_end(file: Path
     assert (run.returncode, err) == (0, ""), out + err
     told = [line.split()[1] for line in out.splitlines() if line.startswith("iteration ")]
     assert told == [f"{number}/6" for number in range(saved + 1, 7)]
-    assert ", 6 iterations, " in out.splitlines()[-1]
+    assert out.splitlines()[-1].startswith("safe: 6 iterations, ")
     (results,) = tmp_path.glob("safe/*/result.json")
     rows = [json.loads(row)["training_iteration"] for row in results.read_text().splitlines()]
     assert rows == [1, 2, *range(saved + 1, 7)]
