@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rllib_mhgpo.algorithms.mhgpo import MHGPO
+from rllib_mhgpo.algorithms.mhgpo import MHGPO, MHGPOConfig
 from rllib_mhgpo.credit import group_advantages
 from rllib_mhgpo.errors import ConfigError
 from rllib_mhgpo.train_batch import TrainBatch
@@ -251,3 +251,11 @@ def test_the_reference_follows_every_k_iterations(make: Make, tmp_path: Path) ->
     restored.restore_from_path(algorithm.save_to_path(tmp_path / "checkpoint"))
     learner = restored.learner_group._learner
     assert apart() == distance > 0
+
+
+def test_an_opponent_is_not_charged_for_length_and_may_say_less() -> None:
+    limits = {"rewriter": 64, "reranker": 8, "answerer": 64}
+    changes = {"overlong_penalty_tokens": 16, "max_response_tokens": limits}
+    MHGPOConfig.check({**changes, "opponents": {"reranker": "random"}})
+    with pytest.raises(ConfigError, match="at most max_response_tokens = 8, found 16"):
+        MHGPOConfig.check(changes)

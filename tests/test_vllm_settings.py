@@ -88,6 +88,14 @@ def test_an_engine_in_the_main_process_is_given_its_gpus(learners: int) -> None:
     assert MHGPO.default_resource_request({**asked, "engine": "hf"}).required_resources["GPU"] == 0.6
 
 
+def test_a_learner_and_an_engine_of_one_process_share_whole_gpus() -> None:
+    """Ray gives parts of one GPU, or whole ones."""
+    for learner, engine, asked in ((1, 0.4, 1), (1, 1, 1), (1, 2, 2)):
+        gpus = {"num_gpus_per_learner": learner, "num_gpus_per_env_runner": engine}
+        request = MHGPO.default_resource_request({**GPU, **gpus, "num_env_runners": 0, "num_learners": 0})
+        assert request.required_resources["GPU"] == asked
+
+
 def test_a_given_response_is_scored_as_a_plain_forward_pass_scores_it() -> None:
     model, (prompt, response) = toy_model(toy_tokenizer()), fixed_sequence(250, 1024)
     found = HFEngine(model, [0]).score(prompt, response, 0.7)
