@@ -183,6 +183,17 @@ def test_the_global_critic_reads_what_was_said_before(mappo: Make) -> None:
     row(algorithm)
 
 
+def test_the_global_critic_reads_no_more_than_its_own_context(mappo: Make, tmp_path: Path) -> None:
+    """A critic of 60 tokens beside a policy of 1,024: the oldest of what was said goes."""
+    file = save_toy(tmp_path / "short") / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 60}))
+    algorithm = mappo(critic_input="global", critic_llm=str(file.parent), max_prompt_tokens=54)
+    flat = flatten(algorithm.sample_trees(), algorithm.agents)
+    read = algorithm.assign_credit(flat)["critic_prompt"]
+    sizes = [len(prompt) + len(g.response) for prompt, g in zip(read, flat.generations, strict=True)]
+    assert max(sizes) == 60
+
+
 @pytest.mark.parametrize("strategy", ["fof", "rr", "fof_os", "is"])
 def test_turns_train_with_every_strategy(mappo: Make, strategy: str) -> None:
     algorithm = mappo(gae_level="turn", gamma=0.99, lambda_=0.9, rollout_strategy=strategy, critic_input="global")
