@@ -12,7 +12,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from rllib_mhgpo.cli import app
-from rllib_mhgpo.cli.evaluate import format_scores
 from rllib_mhgpo.cli.experiments import change, load_experiments, normalise
 from rllib_mhgpo.cli.failures import last_error, own_message
 from rllib_mhgpo.cli.progress import Row
@@ -311,13 +310,6 @@ def test_a_dry_run_looks_at_the_files_that_the_run_would_read(tmp_path: Path) ->
         assert result.exit_code == 1
         assert result.stderr.startswith(said), result.stderr
         assert result.stderr.count("\n") == 1
-
-
-def test_scores_are_percents_in_their_usual_order_and_voided_ones_count_zero() -> None:
-    # acc 0, 0, 1, 1: mean 1/2, standard deviation 1/2, error 1/2 / sqrt(4)
-    records: list[dict[str, Any]] = [{"scores": {"f1": x, "acc": x}} for x in (0.0, 1.0, 1.0)]
-    shown = format_scores([*records, {"id": "q3", "void": "no prompt fits"}])
-    assert shown == "Acc 50.00 ± 25.00 | F1 50.00 ± 25.00 | 4 questions | 1 voided, counted 0: q3"
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:

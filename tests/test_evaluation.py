@@ -14,6 +14,7 @@ from rllib_mhgpo.algorithms.checkpoints import find_checkpoint
 from rllib_mhgpo.algorithms.evaluation import mean_and_error, open_system
 from rllib_mhgpo.algorithms.mhgpo import MHGPOConfig
 from rllib_mhgpo.cli import app
+from rllib_mhgpo.cli.evaluate import format_scores
 from rllib_mhgpo.data import load_corpus, load_questions
 from rllib_mhgpo.errors import CheckpointError, ConfigError
 from rllib_mhgpo.metrics import score_predictions
@@ -154,3 +155,10 @@ def test_the_lines_of_the_documentation_ask_a_checkpoint(
     record = scope["system"].ask("Where was the author of Red Sand born?")
     assert capsys.readouterr().out == record["answer"] + "\n"
     assert {passage["title"] for passage in record["passages"]} <= {f"{kind}{i}" for kind in "PQ" for i in range(8)}
+
+
+def test_scores_are_percents_in_their_usual_order_and_voided_ones_count_zero() -> None:
+    # acc 0, 0, 1, 1: mean 1/2, standard deviation 1/2, error 1/2 / sqrt(4)
+    records: list[dict[str, Any]] = [{"scores": {"f1": x, "acc": x}} for x in (0.0, 1.0, 1.0)]
+    shown = format_scores([*records, {"id": "q3", "void": "no prompt fits"}])
+    assert shown == "Acc 50.00 ± 25.00 | F1 50.00 ± 25.00 | 4 questions | 1 voided, counted 0: q3"
